@@ -32,12 +32,8 @@ from llmfoundry_lite.config.schema import TrainConfig, data_label
 from llmfoundry_lite.config.wandb_init import RUN_ID, check_wandb, describe_unused_variables, init_arguments
 from llmfoundry_lite.data.index_files import find_first_index
 from llmfoundry_lite.data.rows import check_length, percent_truncated, tokens_per_sample
-from llmfoundry_lite.data.tokenizer import (
-    TOKENIZER_FILE,
-    Tokenizer,
-    is_local_or_cached,
-    load_tokenizer,
-)
+from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
+from llmfoundry_lite.data.tokenizer_files import TOKENIZER_FILE, is_local_or_cached
 from llmfoundry_lite.errors import (
     SECOND_STEP,
     ConfigError,

@@ -29,7 +29,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import check_tensors, convert_from_hugging_face, without_tied_head
 from llmfoundry_lite.convert.to_checkpoint import METADATA, Imported, Weights, publish_weights
-from llmfoundry_lite.data import tokenizer as tokenizers
+from llmfoundry_lite.data import tokenizer_files
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.models.parameters import parameter_shapes
@@ -137,13 +137,13 @@ def weights_of_composer(path: Path, state: Any, config: Sequence[str], notes: li
 
     # The tokenizer's files are JSON, which Composer has stored as Python objects.
     tokenizer: dict[str, bytes] = {}
-    for file in tokenizers.FILES:
+    for file in tokenizer_files.FILES:
         content = _get(hugging_face, "tokenizer", file, "content")
         if isinstance(content, dict):
             tokenizer[file] = json.dumps(_restore_special_tokens(content)).encode()
-    generation_settings = tokenizers.generation_settings_of(hf_config) if tokenizer else None
+    generation_settings = tokenizer_files.generation_settings_of(hf_config) if tokenizer else None
     if generation_settings:
-        tokenizer[tokenizers.GENERATION_FILE] = json.dumps(generation_settings).encode()
+        tokenizer[tokenizer_files.GENERATION_FILE] = json.dumps(generation_settings).encode()
     return Weights("LLM Foundry / Composer", model_config, tensors, tokenizer, notes)
 
 

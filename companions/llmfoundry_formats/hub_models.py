@@ -4,7 +4,7 @@ from pathlib import Path
 
 from llmfoundry_lite.convert.files import VOCABULARY_FILES
 from llmfoundry_lite.convert.to_checkpoint import HUB
-from llmfoundry_lite.data import tokenizer as tokenizers
+from llmfoundry_lite.data import tokenizer_files
 from llmfoundry_lite.errors import CheckpointError, DataError
 
 LISTING_TIMEOUT_SECONDS = 20
@@ -20,7 +20,7 @@ def fetch_to_import(name: str, trust_pickle: bool) -> Path:
     from huggingface_hub import errors
 
     patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", *VOCABULARY_FILES]
-    patterns += [*tokenizers.FILES, f"{tokenizers.NAMED_TEMPLATES}*.jinja"]
+    patterns += [*tokenizer_files.FILES, f"{tokenizer_files.NAMED_TEMPLATES}*.jinja"]
     try:
         # Listed first because this fails at once without a network, where a download tries for half a minute.
         model_info = huggingface_hub.HfApi().model_info(name, timeout=LISTING_TIMEOUT_SECONDS)

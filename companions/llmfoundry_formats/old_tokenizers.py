@@ -12,14 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES, parse_json, read_at_most
-from llmfoundry_lite.data.tokenizer import (
-    GENERATION_FILE,
-    TOKENIZER_FILE,
-    Tokenizer,
-    read_folder,
-    tokenizer_from_files,
-)
+from llmfoundry_lite.data.tokenizer import Tokenizer, tokenizer_from_files
 from llmfoundry_lite.data.tokenizer_bounds import MAX_IDS, is_panic, problems_of_ids
+from llmfoundry_lite.data.tokenizer_files import GENERATION_FILE, TOKENIZER_FILE, read_folder
 from llmfoundry_lite.errors import DataError
 
 READ_FILES = ("*.json", "*.txt", "*.model*", "*.tiktoken", "*.jinja", "*.bpe", "*.vocab")

@@ -11,7 +11,7 @@ from typing import Any
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, part_bytes
 from llmfoundry_lite.cli.checkpoint import export as export_checkpoint
-from llmfoundry_lite.data.tokenizer import is_local_or_cached
+from llmfoundry_lite.data.tokenizer_files import is_local_or_cached
 from llmfoundry_lite.errors import one_line
 from llmfoundry_lite.evaluation.loaded import load
 from llmfoundry_lite.files import open_no_link

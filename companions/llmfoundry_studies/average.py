@@ -29,7 +29,7 @@ from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
 from llmfoundry_lite.checkpoint.store import CheckpointStore, refuse_newer
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.convert.to_checkpoint import open_empty_store
-from llmfoundry_lite.data.tokenizer import FILES, TOKENIZER_FILE
+from llmfoundry_lite.data.tokenizer_files import FILES, TOKENIZER_FILE
 from llmfoundry_lite.errors import CheckpointError, ConfigError
 
 MODEL_PREFIX = "model/"

@@ -20,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from llmfoundry_lite import bounded
-from llmfoundry_lite.data.tokenizer import (
+from llmfoundry_lite.data.tokenizer import Tokenizer
+from llmfoundry_lite.data.tokenizer_files import (
     CONFIG_FILE,
     GENERATION_FILE,
     TOKENIZER_FILE,
-    Tokenizer,
     read_config,
     read_folder,
     read_generation_settings,
@@ -39,7 +39,7 @@ VOCABULARY_FILES = (
     *("tokenizer.json", "added_tokens.json", "special_tokens_map.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
 )
-"""Files of a tokenizer that are copied unchanged; `data/tokenizer.py` reads the others."""
+"""Files of a tokenizer that are copied unchanged; `data/tokenizer_files.py` reads the others."""
 ADAPTER_FILE = "adapter_config.json"
 LISTING = "export.json"
 """Name of the file with the hash of every other file. It distinguishes an export, which may be replaced, from a folder

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig
-from llmfoundry_lite.data.tokenizer import GENERATION_KEYS
+from llmfoundry_lite.data.tokenizer_files import GENERATION_KEYS
 from llmfoundry_lite.errors import ExportError
 
 HFConfig = dict[str, Any]

@@ -39,7 +39,8 @@ from llmfoundry_lite.convert.hf_format import (
 from llmfoundry_lite.convert.hf_formats import LLAMA, QWEN2, choose_format
 from llmfoundry_lite.convert.hf_formats import MPT as MPT_FORMAT
 from llmfoundry_lite.convert.tokenizer_proof import find_difference
-from llmfoundry_lite.data.tokenizer import Tokenizer, has_vocabulary, load_tokenizer
+from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
+from llmfoundry_lite.data.tokenizer_files import has_vocabulary
 from llmfoundry_lite.errors import ExportError, join_with_or
 from llmfoundry_lite.models.flops import find_size_mismatch
 from llmfoundry_lite.models.parameters import parameter_shapes

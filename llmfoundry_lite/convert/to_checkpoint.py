@@ -32,7 +32,16 @@ from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, is_che
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.files import VOCABULARY_FILES, read_json, write_json
 from llmfoundry_lite.convert.huggingface import import_model
-from llmfoundry_lite.data import tokenizer as tokenizers
+from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.data.tokenizer_files import (
+    CHAT_TEMPLATE_FILE,
+    CONFIG_FILE,
+    GENERATION_FILE,
+    NAMED_TEMPLATES,
+    generation_settings_of,
+    read_folder,
+    read_generation_settings,
+)
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.files import exists, is_file
 from llmfoundry_lite.models.mpt import MPT
@@ -253,7 +262,7 @@ def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Seq
         if (folder / name).is_file():
             tokenizer_files[name] = read_at_most(folder / name, MAX_TOKENIZER_BYTES, "a tokenizer")
     has_tokenizer = bool(tokenizer_files)
-    other_files = tokenizers.read_folder(folder)
+    other_files = read_folder(folder)
     notes += describe_generation(read_json(folder / "config.json"), other_files, has_tokenizer=has_tokenizer)
     if has_tokenizer:
         tokenizer_files |= other_files
@@ -269,14 +278,14 @@ def describe_generation(hf_config: dict[str, Any], files: Mapping[str, bytes], *
 
     Raises DataError if `files` cannot be read.
     """
-    file_name = tokenizers.GENERATION_FILE
-    imported_settings = tokenizers.read_generation_settings(files, "to import")
+    file_name = GENERATION_FILE
+    imported_settings = read_generation_settings(files, "to import")
     if imported_settings and not has_tokenizer:
         return [f"{file_name} and the stop tokens are not carried, as they lie with a tokenizer and there is none"]
 
     # Describe the settings in config.json that differ from the imported ones, or are missing there.
     notes: list[str] = []
-    for key, setting in tokenizers.generation_settings_of(hf_config).items():
+    for key, setting in generation_settings_of(hf_config).items():
         imported_setting = imported_settings.get(key)
         if imported_setting != setting:
             text = json.dumps(setting)[:60]
@@ -329,23 +338,23 @@ def keep_tokenizer(files: dict[str, bytes], out: Folder, metadata: SaveMetadata)
 
     # Write the files as they were read, and find out whether the tokenizer can be loaded.
     folder = out.path_here.resolve() / TOKENIZER
-    templates = folder / tokenizers.NAMED_TEMPLATES
+    templates = folder / NAMED_TEMPLATES
     templates.mkdir(parents=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
     try:
-        tokenizer = tokenizers.load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder)
     except DataError as error:
         shutil.rmtree(folder)
         return f"its tokenizer is left out: {error}"
 
     # A run keeps all special tokens and chat templates in one file. Write that instead of the several files.
     shutil.rmtree(templates)
-    (folder / tokenizers.CHAT_TEMPLATE_FILE).unlink(missing_ok=True)
+    (folder / CHAT_TEMPLATE_FILE).unlink(missing_ok=True)
     if tokenizer.config:
-        write_json(folder / tokenizers.CONFIG_FILE, tokenizer.config)
+        write_json(folder / CONFIG_FILE, tokenizer.config)
     if tokenizer.generation:
-        write_json(folder / tokenizers.GENERATION_FILE, tokenizer.generation)
+        write_json(folder / GENERATION_FILE, tokenizer.generation)
 
     # Record it, as the manifest of a run's checkpoint does.
     metadata.fingerprints["tokenizer"] = tokenizer.fingerprint

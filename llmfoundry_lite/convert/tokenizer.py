@@ -5,13 +5,8 @@ from typing import Any
 
 from llmfoundry_lite.checkpoint.paths import read_tokenizer
 from llmfoundry_lite.checkpoint.store import Checkpoint
-from llmfoundry_lite.data.tokenizer import (
-    FILES,
-    Tokenizer,
-    is_local_or_cached,
-    load_tokenizer,
-    tokenizer_from_files,
-)
+from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_files
+from llmfoundry_lite.data.tokenizer_files import FILES, is_local_or_cached
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.ranks.codec import shorten
 

@@ -11,7 +11,7 @@ Read the files in this order:
 4. `loader.py` makes batches in worker processes, and computes their digests. `stateful.py` is the public loader, which
    keeps track of its position.
 
-`tokenizer.py` loads, trains and saves tokenizers, and `tokenizer_bounds.py` refuses malicious ones. `spelling.py`
-measures which text a tokenizer loses. `baselines.py` scores simple models on shards, for reports. `recorded.py` finds
-the data of an earlier run, to read it again.
+`tokenizer.py` loads, trains and saves tokenizers. `tokenizer_files.py` finds and reads their files, and
+`tokenizer_bounds.py` refuses malicious ones. `spelling.py` measures which text a tokenizer loses. `baselines.py` scores
+simple models on shards, for reports. `recorded.py` finds the data of an earlier run, to read it again.
 """

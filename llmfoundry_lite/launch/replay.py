@@ -30,7 +30,8 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict, with_keys
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.convert.checkpoint_model import read_model
 from llmfoundry_lite.data.recorded import DataLocations, find_data_locations
-from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
+from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.data.tokenizer_files import is_local_or_cached
 from llmfoundry_lite.errors import ConfigError, DataError, UserError, join_with_or
 from llmfoundry_lite.report.log import LOSS
 from llmfoundry_lite.report.reading import METRICS, OBJECT_STORES, Run, explain_unopened_folder, read_recorded

@@ -33,7 +33,8 @@ from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes
 from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
-from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, find_fingerprints, load_tokenizer
+from llmfoundry_lite.data.tokenizer import find_fingerprints, load_tokenizer
+from llmfoundry_lite.data.tokenizer_files import TOKENIZER_FILE
 from llmfoundry_lite.errors import CheckpointError, DivergedError, TransientError, UserError, one_line, printable
 from llmfoundry_lite.ranks.ending import Preempted, all_ranks_fail, is_lost_peer
 from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks

@@ -20,7 +20,8 @@ from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.convert.huggingface import describe_export_problem, export_model
-from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
+from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.data.tokenizer_files import is_local_or_cached
 from llmfoundry_lite.errors import EXIT_PREEMPTED, ConfigError, OutOfMemoryError, UserError, join_with_or
 from llmfoundry_lite.ranks.ending import (
     EXIT_RETRY,

@@ -11,13 +11,8 @@ import pytest
 import tokenizers
 from tokenizers import models, processors
 
-from llmfoundry_lite.data.tokenizer import (
-    Tokenizer,
-    build_tokenizer,
-    is_local_or_cached,
-    load_tokenizer,
-    train_tokenizer,
-)
+from llmfoundry_lite.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer, train_tokenizer
+from llmfoundry_lite.data.tokenizer_files import is_local_or_cached
 from llmfoundry_lite.errors import DataError
 from tests.helpers.data import make_documents
 from tests.helpers.present import leave_out_companions

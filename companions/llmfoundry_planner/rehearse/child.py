@@ -27,7 +27,7 @@ from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.data.tokenizer import is_local_or_cached
+from llmfoundry_lite.data.tokenizer_files import is_local_or_cached
 from llmfoundry_lite.errors import OutOfMemoryError
 from llmfoundry_lite.ranks.ending import run_and_exit
 from llmfoundry_lite.ranks.lean_imports import HEAVY, import_lean
