@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.switch.figure import COLOURS, INK, QUIET, sign
-from llmfoundry_lite.report.canvas import fixed_settings, plt
-from llmfoundry_lite.report.figure import save_figure
+from llmfoundry_lite.report.canvas import fixed_settings, plt, save_figure
 
 # Controls whose deviation is drawn -> their names in words.
 WRONG = {"weights": "a share weighted twice", "lost": "a batch lost at a repeat", "stale": "an old gradient counted"}

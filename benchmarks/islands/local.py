@@ -35,8 +35,7 @@ from benchmarks.switch.workshop import Workshop
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_lite.report.canvas import fixed_settings, plt
-from llmfoundry_lite.report.figure import save_figure
+from llmfoundry_lite.report.canvas import fixed_settings, plt, save_figure
 from llmfoundry_lite.report.log import LOSS, SECONDS
 from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.ticker import EngFormatter
 
 from benchmarks.ladder.law import Law
-from llmfoundry_lite.report.figure import curve_color, style_panels
+from llmfoundry_lite.report.canvas import curve_color, style_panels
 from llmfoundry_machines.bench.frame import drawn
 
 

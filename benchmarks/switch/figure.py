@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.report.canvas import fixed_settings, plt
-from llmfoundry_lite.report.figure import save_figure
+from llmfoundry_lite.report.canvas import fixed_settings, plt, save_figure
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#64b5cd")
 """One for each cluster, in order of their letters."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_lite.report.figure import style_panels
+from llmfoundry_lite.report.canvas import style_panels
 from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import count_step_flops, measure_in_a_process, model_of

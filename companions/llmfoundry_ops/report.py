@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from llmfoundry_lite.errors import printable
-from llmfoundry_lite.report.canvas import fixed_settings
-from llmfoundry_lite.report.figure import create_stacked_panels, curve_color, save_figure, style_panels
+from llmfoundry_lite.report.canvas import create_stacked_panels, curve_color, fixed_settings, save_figure, style_panels
 from llmfoundry_lite.report.log import SECONDS
 from llmfoundry_lite.report.page import (
     Additions,

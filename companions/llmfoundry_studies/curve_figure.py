@@ -12,8 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite.report.canvas import EngFormatter, Patch, fixed_settings, plt
-from llmfoundry_lite.report.figure import MARK_COLOR, REFERENCE_COLOR, curve_color, save_figure, style_panels
+from llmfoundry_lite.report.canvas import (
+    MARK_COLOR,
+    REFERENCE_COLOR,
+    EngFormatter,
+    Patch,
+    curve_color,
+    fixed_settings,
+    plt,
+    save_figure,
+    style_panels,
+)
 from llmfoundry_studies.curves import LearningCurve
 
 MAX_COLUMNS = 3

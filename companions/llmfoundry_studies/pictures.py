@@ -15,8 +15,7 @@ from xml.etree import ElementTree
 
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.records import BITS_METRICS
-from llmfoundry_lite.report.canvas import fixed_settings, plt
-from llmfoundry_lite.report.figure import CURVE_COLORS, MARK_COLOR, curve_color, escape_texts
+from llmfoundry_lite.report.canvas import CURVE_COLORS, MARK_COLOR, curve_color, escape_texts, fixed_settings, plt
 from llmfoundry_studies.curve_figure import (
     MAX_COLUMNS,
     MAX_PANELS,

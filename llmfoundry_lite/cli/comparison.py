@@ -176,7 +176,7 @@ def run_against_first(all_results: Sequence[Results], options: ComparisonOptions
 
 def write_with_figure(all_results: Sequence[Results], pairs: Sequence[Comparison], out: Path) -> list[Path]:
     """Write comparisons with the first result, and their figure, to a folder, and return the paths."""
-    from llmfoundry_lite.report.figure import plot_differences  # imports matplotlib
+    from llmfoundry_lite.report.difference_figure import plot_differences  # imports matplotlib
 
     figure = out / "compare.png"
     written = [*write_comparison(all_results, pairs, out), figure]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -30,14 +30,18 @@ NOT_TESTED = "-"
 """Stands in place of a p-value or a rank where no test was made."""
 
 
-class FigurePoint(NamedTuple):
-    """A point of the comparison's figure: a difference, and the ends of its interval."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferencePoint:
+    """Difference of a model from the first one, as a point of the comparison's figure."""
 
     difference: float
     low: float
     high: float
+    """Ends of the interval."""
     is_detected: bool
+    """The difference is statistically detected."""
     is_tested: bool
+    """There were enough items to test it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -474,13 +478,13 @@ def _as_json(results: Sequence[Results], comparisons: Sequence[Comparison]) -> d
     }
 
 
-def panels(comparisons: Sequence[Comparison]) -> dict[str, dict[str, dict[str, FigurePoint]]]:
+def panels(comparisons: Sequence[Comparison]) -> dict[str, dict[str, dict[str, DifferencePoint]]]:
     """Return the data of the comparison's figure: title of a panel -> task -> model -> point.
 
     Accuracies and bits per byte have a panel each, because they have different units, and the better side differs. A
     difference without an interval becomes a point whose ends are the difference itself.
     """
-    points: dict[str, dict[str, dict[str, FigurePoint]]] = {}
+    points: dict[str, dict[str, dict[str, DifferencePoint]]] = {}
     for comparison in comparisons:
         for row in comparison.rows:
             if row.metric in BITS_METRICS:
@@ -489,6 +493,8 @@ def panels(comparisons: Sequence[Comparison]) -> dict[str, dict[str, dict[str, F
                 title = "difference in accuracy (right is better)"
             low = row.difference if row.low is None else row.low
             high = row.difference if row.high is None else row.high
-            point = FigurePoint(row.difference, low, high, row.is_detected, row.is_tested)
+            point = DifferencePoint(
+                difference=row.difference, low=low, high=high, is_detected=row.is_detected, is_tested=row.is_tested
+            )
             points.setdefault(title, {}).setdefault(row.task, {})[comparison.other] = point
     return {title: points[title] for title in sorted(points)}

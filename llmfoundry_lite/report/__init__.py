@@ -7,9 +7,10 @@ Read the files in the order in which a report is made:
 2. `segments.py` computes hardware, speed, energy and cost of each span of batches on one kind of hardware.
 3. `report.py` is the command `report`. It reads the runs, computes their facts and comparisons, and writes the files.
 4. `page.py` turns the facts into sections of tables and lines, for the terminal and for Markdown. `figure.py` draws
-   them, with the settings of matplotlib in `canvas.py`. It also draws figures of evaluations.
+   them. `canvas.py` has the settings of matplotlib, and creates and saves figures.
 
-`batch.py` serves another command, `data show`: it reads the rows of a batch again, and computes their losses.
+Two files serve other commands. `difference_figure.py` draws the figure of `compare`. `batch.py` is for `data show`: it
+reads the rows of a batch again, and computes their losses.
 
 Only `batch.py` imports torch. `report.py` imports it only to let a model write texts.
 """

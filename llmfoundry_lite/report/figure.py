@@ -1,17 +1,15 @@
-"""Figures of runs and evaluations, drawn from numbers into files: PNG, PDF or SVG by their suffix.
+"""Figures of runs, drawn from numbers into files: PNG, PDF or SVG by their suffix.
 
     plot_run(path, curve, spans, title=…)          loss and throughput, shaded where the hardware changed
     plot_comparison(path, curves, differences, …)  several losses, and how far each is from the first
-    plot_differences(panels, path, title=…)        how far models are from a first one, with their intervals
 
 Curves of more than MAX_POINTS are thinned to the lowest and the highest value of each stretch. `Axis` places batches
 along the figure by number, tokens or FLOPs.
 
 `Curve`, `Span` and `Difference` are the data of a figure; `report.py` builds them. The functions `plot_…` are complete
-figures, and the others draw or finish a part of one. A panel is an `Axes` object of matplotlib.
+figures, and the others draw or finish a part of one. `canvas.py` creates the panels and saves the figure.
 """
 
-import io
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +19,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmfoundry_lite.errors import printable
-from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.report.canvas import EngFormatter, Patch, PlainLogFormatter, Text, fixed_settings, plt
+from llmfoundry_lite.report.canvas import (
+    MARK_COLOR,
+    REFERENCE_COLOR,
+    TRAIN_COLOR,
+    VALIDATION_COLOR,
+    EngFormatter,
+    Patch,
+    PlainLogFormatter,
+    create_stacked_panels,
+    curve_color,
+    fixed_settings,
+    save_figure,
+    style_panels,
+)
 
-TRAIN_COLOR, VALIDATION_COLOR, REFERENCE_COLOR, MARK_COLOR = "#4c72b0", "#c44e52", "#8c8c8c", "#333333"
-CURVE_COLORS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3")
 SHADES = ("#dfe8f3", "#fbe7d3", "#d5ead2", "#eae3f1", "#f8d9d9", "#f3efd2", "#d3eeee", "#e3e3e3", "#f3d3e8", "#e6dccb")
 MAX_POINTS = 4000
 """Most points that are drawn of one curve; a figure is about 1,000 pixels wide."""
@@ -499,169 +506,3 @@ def running_mean(values: Floats, half_width: int | None = None) -> Floats:
         means[num_values - half_width :] = np.clip(line, last_values.min(), last_values.max())
         means[in_last_window[-1] + 1 :] = np.nan
     return means
-
-
-# ---------------------------------------------------------------------------------------------- evaluations
-
-DifferencePoint = tuple[float, float, float, bool, bool]
-"""A model's difference from the first model, the ends of its interval, whether it is statistically detected, and
-whether it was tested."""
-
-
-@fixed_settings()
-def plot_differences(
-    panels: Mapping[str, Mapping[str, Mapping[str, DifferencePoint]]], path: Path, *, title: str
-) -> None:
-    """Write a figure of how far the scores of models are from those of a first model, with confidence intervals.
-
-    `panels` maps the label of a panel's x axis to its rows, a row's name (a task) to its models, and a model's name to
-    its point:
-
-        {"accuracy, ours minus base": {"arc_easy/0-shot": {"ours": (0.15, 0.103, 0.197, True, True)}}}
-
-    Rows go downwards; a row whose name starts with `mean` is set apart by a line. A difference that may be chance has a
-    hollow marker, and one that was not tested a cross.
-    """
-    # Collect the models of all rows, in the order in which they first appear.
-    models: list[str] = []
-    for rows in panels.values():
-        for points in rows.values():
-            models += [model for model in points if model not in models]
-
-    # A row has a height of at least 1, which is 0.38 inches in the figure. Each panel has room for its label.
-    row_height = max(1, 0.55 * len(models))
-    heights = [max(1, len(rows)) * row_height + 0.6 for rows in panels.values()]
-    size = (8, 1.3 + 0.38 * sum(heights) + 0.3 * len(panels))
-    figure, grid = create_stacked_panels(heights, size)
-
-    for panel, (x_label, rows) in zip(grid, panels.items(), strict=True):
-        panel.axvline(0, color=MARK_COLOR, linewidth=1, zorder=1)
-        for row_number, (name, points) in enumerate(rows.items()):
-            _draw_difference_row(panel, row_number, name, points, models)
-        panel.set_yticks(range(len(rows)), [printable(name) for name in rows], fontsize=9)
-        panel.set_ylim(len(rows) - 0.5, -0.5)
-
-        # Choose limits that have zero in the middle, and 8 % of room beside the farthest end of an interval.
-        ends = [abs(end) for points in rows.values() for point in points.values() for end in point[:3]]
-        half_range = 1.08 * max(ends, default=0) or 1
-        panel.set_xlim(-half_range, half_range)
-        panel.set_xlabel(x_label, fontsize=9)
-        panel.tick_params(axis="y", length=0)
-        style_panels([panel], grid="x", hidden_spines=("top", "right", "left"))
-
-    all_points = [point for rows in panels.values() for points in rows.values() for point in points.values()]
-    has_untested = any(not is_tested for *_, is_tested in all_points)
-    _draw_differences_legend(figure, models, has_untested=has_untested)
-    grid[0].set_title(title, fontsize=11)
-    save_figure(figure, path)
-
-
-def _draw_difference_row(
-    panel: Any, row_number: int, name: str, points: Mapping[str, DifferencePoint], models: Sequence[str]
-) -> None:
-    """Draw one row of a panel of differences: for each model of the row, its interval and its marker.
-
-    name: the row's name. If it starts with `mean`, markers are diamonds, and there is a line above the row.
-    points: the row's models with their points.
-    models: the models of all rows. They decide colours and heights, so that a model that is missing in a row leaves a
-        gap.
-
-    Models lie close to each other around y = `row_number`, together over 0.7 of a row's height.
-    """
-    is_mean = name.startswith("mean")
-    if is_mean and row_number > 0:
-        panel.axhline(row_number - 0.5, color=REFERENCE_COLOR, linewidth=0.8)
-
-    step = 0.7 / max(1, len(models))
-    for i, model in enumerate(models):
-        if model not in points:
-            continue
-        difference, low, high, is_detected, is_tested = points[model]
-        color = curve_color(i)
-        y = row_number + (i - (len(models) - 1) / 2) * step
-        marker = "D" if is_mean else "o"
-        if not is_tested:
-            marker = "x"
-        panel.plot([low, high], [y, y], solid_capstyle="butt", zorder=2, color=color, linewidth=1.6)
-        panel.plot(
-            difference,
-            y,
-            marker,
-            zorder=3,
-            color=color,
-            linewidth=1.6,
-            markerfacecolor=color if is_detected else "white",
-            markersize=7,
-        )
-
-
-def _draw_differences_legend(figure: Any, models: Sequence[str], *, has_untested: bool) -> None:
-    """Name the models' colours, if there are several, and the meaning of filled and hollow markers and of crosses."""
-    markers = []  # (marker, colour of the edge, colour of the face, label)
-    if len(models) > 1:
-        markers = [("o", curve_color(i), curve_color(i), model) for i, model in enumerate(models)]
-    markers.append(("o", "#555555", "#555555", "a difference (corrected p < 0.05)"))
-    markers.append(("o", "#555555", "white", "no detectable difference"))
-    if has_untested:
-        markers.append(("x", "#555555", "#555555", "not tested: too few items"))
-
-    line_style: dict[str, Any] = {"markersize": 6, "linewidth": 1.6}
-    handles = [
-        plt.Line2D([], [], marker=marker, color=edge, markerfacecolor=face, label=label, **line_style)
-        for marker, edge, face, label in markers
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False, fontsize=9)
-
-
-# ---------------------------------------------------------------------------------------------------- parts
-
-
-def curve_color(index: int) -> str:
-    """Return the colour of a figure's curve number `index`, counted from 0. Colours repeat after the sixth."""
-    return CURVE_COLORS[index % len(CURVE_COLORS)]
-
-
-def create_stacked_panels(heights: Sequence[float], size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
-    """Create a matplotlib figure with panels below each other.
-
-    heights: relative heights of the panels, from top to bottom.
-    size: width and height of the figure in inches.
-    options: further arguments of `plt.subplots`, such as `sharex=True`.
-
-    Returns the figure and an iterator of the panels that can also be indexed.
-    """
-    figure, grid = plt.subplots(
-        len(heights), 1, figsize=size, height_ratios=heights, squeeze=False, layout="constrained", dpi=130, **options
-    )
-    return figure, grid.flat
-
-
-def style_panels(panels: Sequence[Any], *, grid: str = "both", hidden_spines: Sequence[str] = ("top", "right")) -> None:
-    """Hide parts of the panels' frames (spines), and draw a faint grid along "x", "y" or "both"."""
-    for panel in panels:
-        panel.spines[list(hidden_spines)].set_visible(False)
-        panel.grid(axis=grid, alpha=0.25, linewidth=0.6)
-
-
-def escape_texts(figure: Any) -> None:
-    """Escape control characters in all texts of a figure, because an SVG with one is no valid XML.
-
-    Names of runs may be written by anybody. Tick labels are not covered: their formatter sets them again while the
-    figure is drawn.
-    """
-    for text in figure.findobj(Text):
-        text.set_text(printable(text.get_text(), keep="\n"))
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure in the format of the path's suffix, png, pdf or svg, and close it.
-
-    The file has no date in it, so equal figures are equal bytes. It appears under its name only once it is whole.
-    """
-    escape_texts(figure)
-    metadata_without_date = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
-    image_format = path.suffix.removeprefix(".")
-    content = io.BytesIO()
-    figure.savefig(content, format=image_format, metadata=metadata_without_date[image_format])
-    write_atomically(path, content.getbuffer())
-    plt.close(figure)

@@ -10,13 +10,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
+from llmfoundry_lite.evaluation.pairs import DifferencePoint
+from llmfoundry_lite.report.difference_figure import plot_differences
 from llmfoundry_lite.report.figure import (
     Axis,
     Curve,
     Difference,
     Span,
     plot_comparison,
-    plot_differences,
     plot_run,
     running_mean,
     thin_curve,
@@ -423,7 +424,8 @@ def test_control_characters_in_names_of_a_run_are_escaped(tmp_path):
 
 def test_control_characters_in_names_of_models_and_tasks_are_escaped(tmp_path):
     name = NAME_WITH_CONTROL_CHARACTERS
-    panels = {name: {name: {name: (0.1, 0, 0.2, True, True)}}}
+    point = DifferencePoint(difference=0.1, low=0, high=0.2, is_detected=True, is_tested=True)
+    panels = {name: {name: {name: point}}}
     plot_differences(panels, tmp_path / "differences.svg", title=name)
     ElementTree.parse(tmp_path / "differences.svg")
     assert ESCAPED_NAME in (tmp_path / "differences.svg").read_text()

@@ -369,7 +369,7 @@ def plot(name: str, report: dict[str, Any], path: Path) -> None:
 
     There is a line for each dtype, attention and number of devices. The dtype is its style, the other two its colour.
     """
-    from llmfoundry_lite.report.figure import curve_color
+    from llmfoundry_lite.report.canvas import curve_color
 
     x_key, x_label = ("batch_size", "samples") if name == "block" else ("seq_len", "tokens in a sample")
     measured_rows = [row for row in report["rows"] if "error" not in row]

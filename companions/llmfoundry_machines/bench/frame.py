@@ -299,8 +299,7 @@ def drawn(path: Path, num_panels: int, size: tuple[float, float], title: str = "
     Nothing is written if the caller raises.
     """
     # matplotlib is slow to import, and benches without a figure do not need it.
-    from llmfoundry_lite.report.canvas import fixed_settings, plt
-    from llmfoundry_lite.report.figure import save_figure
+    from llmfoundry_lite.report.canvas import fixed_settings, plt, save_figure
 
     settings = {"figsize": size, "layout": "constrained", "dpi": 150, "squeeze": False, **options}
     with fixed_settings():
