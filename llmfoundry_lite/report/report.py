@@ -8,29 +8,28 @@ It reads the files that runs leave behind (metrics.jsonl, config.yaml, the newes
 huggingface/), and the data set that a run names if that is on this disk. It imports no training code.
 
 `report` collects everything into one JSON-compatible dictionary, the content of report.json. Tables (`page.py`) are
-built from that dictionary alone, and figures (`figure.py`) from it and the logs. The sections of this file compute the
-parts of the dictionary: comparisons of runs, the facts of one run, its data, and texts that its model writes.
+built from that dictionary alone, and figures (`figure.py`) from it and the logs. The sections of this file compute
+parts of the dictionary: comparisons of runs, and the facts of one run. `data_facts.py` has those of its data, and
+`sample_texts.py` the texts that its model writes.
 """
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from textwrap import wrap
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llmfoundry_lite import companions
-from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.checkpoint.run_log import read_lines
-from llmfoundry_lite.errors import ConfigError, DataError, join_with_and, mask_credentials, mask_urls, printable
+from llmfoundry_lite.errors import ConfigError, join_with_and, mask_credentials, mask_urls, printable
 from llmfoundry_lite.files import check_replaceable, write_atomically
+from llmfoundry_lite.report.data_facts import measure_data
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run
 from llmfoundry_lite.report.log import DEVICE_RATE, FLOPS, LOSS, RATE, SECONDS, TOKENS
 from llmfoundry_lite.report.page import Additions, Facts, Section, build_sections, markdown, print_sections
 from llmfoundry_lite.report.reading import NoBatchesError, Run, read_run
+from llmfoundry_lite.report.sample_texts import sample_texts
 from llmfoundry_lite.report.segments import (
     changes_of,
     parse_prices,
@@ -41,27 +40,9 @@ from llmfoundry_lite.report.segments import (
 )
 from llmfoundry_lite.tables import csv_text
 
-if TYPE_CHECKING:  # a report without samples needs no torch
-    from llmfoundry_lite.models.mpt import MPT
-
 AXIS_LABELS = {"batch": "batch", "tokens": "training tokens", "flops": "training FLOPs of the model"}
 NUM_FINAL_LOSSES = 20
 """Training losses, counted from the last batch back, whose mean is reported as the training loss."""
-NUM_PROMPTS = 3
-"""Most prompts that are taken from the validation data."""
-PROMPT_TOKENS = 96
-"""Tokens at the beginning of a row in which a prompt is looked for."""
-PROMPT_WORDS = 3
-PROMPT_CHARACTERS = 30
-"""Most words and most characters of a prompt that is taken from the validation data."""
-MAX_NEW_TOKENS = 80
-"""Length of a sample of text after its prompt."""
-MAX_EARLIER_PARAMETERS = 50_000_000
-"""Largest model whose earlier checkpoints are loaded too, to show how its texts have changed."""
-MAX_BASELINE_TOKENS = 100_000_000
-"""Largest training split on which the baselines are counted; they need all of it in memory."""
-MAX_PROMPT_DATA_BYTES = 256 * 1024**2
-"""Largest validation split from which prompts are taken; all of it is read."""
 
 
 def report(
@@ -484,245 +465,3 @@ def build_axis(run: Run, x_axis: str) -> Axis:
     if not np.isfinite(totals).any():
         raise ConfigError(f"--x {x_axis}: the log of {run.location} has no {required_key}; --x batch needs none")
     return Axis(AXIS_LABELS[x_axis], log.batch, totals)
-
-
-# ---------------------------------------------------------------------------------------------- a run's data
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataFacts:
-    """Statistics of the data set that a run was trained on. A value is None where that set cannot tell it."""
-
-    baselines: dict[str, float] | None = None
-    """Validation loss of a bigram and of a unigram model, in nats per token."""
-    training_bytes_per_token: float | None = None
-    validation_bytes_per_token: float | None = None
-    note: str | None = None
-    """Why a statistic is missing, if the data set cannot be read."""
-
-
-def measure_data(run: Run) -> DataFacts:
-    """Measure the data set that a run's configuration names, if `data prepare` made it and it is on this disk.
-
-    The configuration and the data set may be written by anybody, so a value of a wrong type or a damaged file becomes
-    a note rather than an error.
-    """
-    try:
-        return measure_local_data(run.config or {})
-    except (OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        note = f"no baselines and no bits per byte: the data that config.yaml names cannot be read ({error!r})"
-        return DataFacts(note=note)
-
-
-def measure_local_data(config: dict[str, Any]) -> DataFacts:
-    """Count bytes per token, and fit the baselines if both splits lie in one folder and the training split is small.
-
-    config: the run's recorded configuration. Its `train_loader.dataset` and `eval_loader.dataset` name the two splits
-    by `local` (a folder that `data prepare` made) and `split`.
-
-    Raises an error of any of the kinds that `measure_data` catches if the configuration or summary.json is malformed.
-    If only the shards cannot be read, the baselines are missing, and the note says so.
-    """
-    # Bytes per token come from the summary of the preparation, without reading any data.
-    train = (config.get("train_loader") or {}).get("dataset")
-    validation = (config.get("eval_loader") or {}).get("dataset")
-    train_bytes_per_token = bytes_per_token_of(train)
-    validation_bytes_per_token = bytes_per_token_of(validation)
-    without_baselines = DataFacts(
-        training_bytes_per_token=train_bytes_per_token, validation_bytes_per_token=validation_bytes_per_token
-    )
-
-    # Baselines are fitted to the training split, and only make sense for validation data with the same tokenizer. That
-    # is certain if both splits were prepared together.
-    if not train or not validation or train_bytes_per_token is None or validation_bytes_per_token is None:
-        return without_baselines
-    if train["local"] != validation["local"]:
-        return without_baselines
-    folder = Path(train["local"])
-    if read_summary(folder)["splits"][train["split"]]["tokens"] > MAX_BASELINE_TOKENS:
-        return without_baselines
-
-    from llmfoundry_lite.data.baselines import measure_baselines
-
-    vocab_size = config["model"]["vocab_size"]
-    try:
-        baselines = measure_baselines(folder / train["split"], folder / validation["split"], vocab_size)
-    except (OSError, ValueError, LookupError) as error:  # its shards are gone, or damaged
-        return replace(without_baselines, note=f"no baselines: {folder} cannot be read ({error})")
-    return replace(without_baselines, baselines={"bigram": baselines.bigram, "unigram": baselines.unigram})
-
-
-def bytes_per_token_of(dataset: dict[str, Any] | None) -> float | None:
-    """Return the mean bytes of text per token of a split, from the summary.json that `data prepare` wrote.
-
-    dataset: the configuration's block of the data set, with `local` and `split`.
-
-    Bytes that the tokenizer cannot represent (`lost_bytes`) are not counted, because no token stands for them. Tokens
-    that did not fill a sample (`remainder_tokens`) are counted, because `text_bytes` includes their text. A split of
-    1,000 bytes of text with 240 tokens in samples, 10 left over, and 1 % lost has 0.99 * 1000 / 250 = 3.96.
-
-    Returns None if there is no summary, or if it does not have the split.
-    """
-    if not dataset or not dataset.get("local"):
-        return None
-    summary = read_summary(Path(dataset["local"]))
-    split_counts = summary["splits"].get(dataset.get("split") or "")
-    lost_text = summary.get("lost_text")
-    if not split_counts:
-        return None
-
-    # Lost text was counted on a part of the data, for both splits together, so only its fraction is used.
-    kept_fraction = 1
-    if lost_text:
-        kept_fraction = 1 - lost_text["lost_bytes"] / max(lost_text["text_bytes"], 1)
-    num_tokens = split_counts["tokens"] + split_counts["remainder_tokens"]
-    return kept_fraction * split_counts["text_bytes"] / num_tokens
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """Read the summary.json that `data prepare` writes beside the splits. Without the file, return an empty summary."""
-    file = folder / "summary.json"
-    if not file.is_file():
-        return {"splits": {}}
-    return read_json(file, "a summary")
-
-
-# ------------------------------------------------------------------------------------------- samples of text
-
-
-def sample_texts(run: Run, prompts: Sequence[str], *, temperature: float, top_k: int) -> list[Facts]:
-    """Let the run's model continue each prompt, as it is now and as it was earlier in the run.
-
-    The run must have exported a model with its tokenizer into huggingface/ on this disk; otherwise there are no
-    samples. If the export needs a companion that is not installed, the newest checkpoint is read instead. If there is
-    none, a note is added to the run.
-
-    Without `prompts`, words of the validation data are used, or an empty prompt. Returns a dictionary for each prompt:
-
-        {"prompt": "import", "temperature": 0.7, "top_k": 40, "texts": [{"batch": 0, "text": "import qx…"}, …]}
-
-    `texts` has the prompt with its continuation by the model after each batch at which one was available, oldest first.
-    """
-    export = Path(run.folder.url) / "huggingface"
-    if run.folder.path_here is None or not (export / "tokenizer.json").is_file():
-        return []
-
-    import torch
-
-    from llmfoundry_lite.evaluation.loaded import generate_text, model_of
-    from llmfoundry_lite.evaluation.models import locate_and_load_model
-
-    # Load the final model: the export, or the newest checkpoint with the export's tokenizer.
-    cpu = torch.device("cpu")
-    try:
-        loaded = locate_and_load_model(str(export), device=cpu)
-    except ConfigError as missing_companion:
-        try:
-            loaded = locate_and_load_model(run.folder.url, tokenizer=str(export), device=cpu)
-        except DataError:
-            run.notes.append(f"no texts: {missing_companion}")
-            return []
-
-    # Continue every prompt by each earlier model, and by the final one.
-    sampling = {"temperature": temperature, "top_k": top_k}
-    prompts = prompts or prompts_from_data(run, loaded.tokenizer) or ("",)
-    samples: list[Facts] = [{"prompt": prompt, "texts": [], **sampling} for prompt in prompts]
-    last_batch = int(run.log.batch[-1])
-    final_model = model_of(loaded)
-    for batch, model in [*load_earlier_models(run, final_model), (last_batch, final_model)]:
-        for sample in samples:
-            prompt = sample["prompt"]
-            pieces = generate_text(model, loaded.tokenizer, prompt, MAX_NEW_TOKENS, **sampling)
-            sample["texts"].append({"batch": batch, "text": prompt + "".join(pieces)})
-    return samples
-
-
-def prompts_from_data(run: Run, tokenizer: Any) -> list[str]:
-    """Take up to NUM_PROMPTS prompts from the run's validation data, one from each third of its rows.
-
-    Each is taken from the third's first row that has words; a third without any gives no prompt. Rows are decoded by
-    `tokenizer`. Returns no prompts if the data is not on this disk, is larger than MAX_PROMPT_DATA_BYTES, or cannot be
-    read.
-    """
-    dataset = ((run.config or {}).get("eval_loader") or {}).get("dataset") or {}
-    folder = Path(dataset.get("local") or "", dataset.get("split") or "")
-    if not folder.is_dir():
-        return []
-    if sum(file.stat().st_size for file in folder.iterdir()) > MAX_PROMPT_DATA_BYTES:
-        return []
-
-    from llmfoundry_lite.data.baselines import read_tokens
-
-    try:
-        tokens_nt = read_tokens(folder)  # [samples, tokens]
-    except (OSError, ValueError, LookupError):  # no shards of tokens, or damaged ones
-        return []
-
-    prompts: list[str] = []
-    num_parts = min(NUM_PROMPTS, len(tokens_nt))
-    for part_nt in np.array_split(tokens_nt[:, :PROMPT_TOKENS], num_parts):
-        for tokens_t in part_nt:
-            prompt = extract_prompt(tokenizer.decode(tokens_t[tokens_t >= 0].tolist()))  # without padding
-            if prompt:
-                prompts.append(prompt)
-                break
-    return prompts
-
-
-def extract_prompt(text: str) -> str:
-    """Return the first PROMPT_WORDS words of the longest whole line in a row's text; "" if the row is blank.
-
-    A row is cut from a longer text, so its first and last line, and its first and last word, may be incomplete. If no
-    line between them has words, the row's own words are taken without the first and the last, or if that leaves none,
-    with them. The prompt has at most PROMPT_CHARACTERS characters, because not all languages have spaces.
-
-    "lf.x\n    return a + b\nclass Na" gives "return a +", and "ound the red house quic" gives "the red house".
-    """
-    whole_lines = text.splitlines()[1:-1]
-    longest_line = max(whole_lines, key=lambda line: len(line.split()), default="")
-    words = longest_line.split() or text.split()[1:-1] or text.split()
-
-    # Wrapping cuts after the last word that fits, or within the first word if that alone is too long.
-    wrapped_lines = wrap(" ".join(words[:PROMPT_WORDS]), PROMPT_CHARACTERS)
-    return wrapped_lines[0] if wrapped_lines else ""
-
-
-def load_earlier_models(run: Run, model: "MPT") -> Iterator[tuple[int, "MPT"]]:
-    """Yield (batch, model) of earlier states of a run, to show how its texts have changed.
-
-    These are the initial weights, at batch 0, and the checkpoint whose batch is nearest to a third of the last one.
-    Initial weights are computed again, from the seed. They are left out if the run began from another run's weights
-    (`load_path`). The checkpoint is left out if there is none before the last batch.
-
-    `model` is the final one. If it has more than MAX_EARLIER_PARAMETERS, nothing is yielded, because loading it again
-    takes long.
-    """
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if run.config is None or num_parameters > MAX_EARLIER_PARAMETERS:
-        return
-
-    import torch
-
-    from llmfoundry_lite.evaluation.loaded import model_of
-    from llmfoundry_lite.evaluation.models import find_all_checkpoints, locate_and_load_model, model_config_of
-    from llmfoundry_lite.models.flops import count_parameters
-    from llmfoundry_lite.models.initialise import initialise_weights
-    from llmfoundry_lite.models.mpt import MPT
-
-    # Compute the initial weights.
-    checkpoints, _ = find_all_checkpoints(run.folder.url)
-    # A checkpoint's configuration says how weights are initialised; an export's does not.
-    config = model_config_of(checkpoints[-1]) if checkpoints else model.config
-    has_own_initial_weights = not run.config.get("load_path")
-    if has_own_initial_weights and count_parameters(config) <= MAX_EARLIER_PARAMETERS:
-        initial_model = MPT(config).eval().requires_grad_(False)
-        initialise_weights(initial_model, run.config["seed"])
-        yield 0, initial_model
-
-    # Load the checkpoint nearest to a third of the run.
-    last_batch = int(run.log.batch[-1])
-    earlier = [checkpoint for checkpoint in checkpoints if 0 < checkpoint.manifest.timestamp.batch < last_batch]
-    if earlier:
-        nearest = min(earlier, key=lambda checkpoint: abs(checkpoint.manifest.timestamp.batch - last_batch / 3))
-        loaded = locate_and_load_model(nearest.url, device=torch.device("cpu"))
-        yield nearest.manifest.timestamp.batch, model_of(loaded)

@@ -20,7 +20,8 @@ from llmfoundry_lite.evaluation.models import locate_and_load_model
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_lite.report.reading import read_run
-from llmfoundry_lite.report.report import load_earlier_models, report
+from llmfoundry_lite.report.report import report
+from llmfoundry_lite.report.sample_texts import load_earlier_models
 from tests.helpers.launch import ROOT
 from tests.helpers.present import leave_out_companions, needs
 

@@ -20,7 +20,8 @@ from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.ranks.status import write_ended_early
 from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.reading import read_run
-from llmfoundry_lite.report.report import extract_prompt, prompts_from_data, report
+from llmfoundry_lite.report.report import report
+from llmfoundry_lite.report.sample_texts import extract_prompt, prompts_from_data
 from llmfoundry_lite.report.segments import visible_spans
 from llmfoundry_lite.tables import Table
 from tests.helpers.interrupted import call_again_after_each_write
