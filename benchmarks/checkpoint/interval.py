@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint.meters import slowest
 from llmfoundry_lite.checkpoint.manifest import Timestamp
+from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
 from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
@@ -129,7 +130,7 @@ class Turns:
 
 def keep_one(store: CheckpointStore, lease: Lease) -> None:
     """Remove all checkpoints except the newest, because the disk has room for few. Called after each publication."""
-    store.prune(lease, keep_newest=1)
+    prune(store, lease, keep_newest=1)
 
 
 def train_batch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, shape: Shape) -> None:

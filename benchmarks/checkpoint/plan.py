@@ -34,6 +34,7 @@ from llmfoundry_lite.checkpoint.grid import Chunk, Grid
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
 from llmfoundry_lite.checkpoint.planning import chunks_of_rank, describe_sharding, make_plan
 from llmfoundry_lite.checkpoint.restore import find_reads, gather_names, read_tensors
+from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.save import REPORT, SaveMetadata, Saver, file_name
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_buffers, open_shard, write_shard
 from llmfoundry_lite.checkpoint.state import read_state
@@ -320,7 +321,7 @@ def measure_housekeeping(figures: dict[str, float], folder: Path) -> None:
     store = CheckpointStore(folder)
     figures["listing, one checkpoint"] = _timed(store.candidates) / NUM_SAVES
     figures["search for the newest, files and sizes looked at"] = _timed(lambda: store.newest_intact(check_present))
-    figures["pruning two"] = _timed(lambda: store.prune(None, keep_newest=NUM_SAVES - 2, verify=check_present))
+    figures["pruning two"] = _timed(lambda: prune(store, None, keep_newest=NUM_SAVES - 2, verify=check_present))
 
 
 class CountingFiles(MemoryFileSystem):
@@ -390,7 +391,7 @@ def measure_requests(figures: dict[str, float], num_ranks: int) -> None:
             )
         figures["requests of a save, beside one a file"] = CountingFiles.num_requests - num_ranks
         CountingFiles.num_requests = 0
-        store.prune(lease, keep_newest=3, verify=check_present)
+        prune(store, lease, keep_newest=3, verify=check_present)
         figures["requests of pruning, 4 checkpoints there"] = CountingFiles.num_requests
 
 

@@ -1,9 +1,9 @@
 """Retention over many runs, for `llmfoundry-lite runs prune`: what goes, and the bytes that this frees. No torch.
 
-The core's `CheckpointStore.plan_removal` decides for each run. `carry_out` removes the saves that were planned, what
-earlier removals have left behind, and parts of the log that no save refers to any more. It may run beside a launch that
-trains the run, as `checkpoint prune` may: it keeps the newest intact checkpoint, from which a launch would resume, and
-compares each save's id once more before it removes it.
+The core's `plan_removal` (`checkpoint/retention.py`) decides for each run. `carry_out` removes the saves that were
+planned, what earlier removals have left behind, and parts of the log that no save refers to any more. It may run beside
+a launch that trains the run, as `checkpoint prune` may: it keeps the newest intact checkpoint, from which a launch
+would resume, and compares each save's id once more before it removes it.
 """
 
 import math
@@ -14,7 +14,8 @@ from llmfoundry_lite.checkpoint.commit import Checkpoint
 from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import INSIDE_A_RUN
-from llmfoundry_lite.checkpoint.store import Candidate, CheckpointStore, Removal, condition_of
+from llmfoundry_lite.checkpoint.retention import Removal, carry_out_removal, list_files, plan_removal
+from llmfoundry_lite.checkpoint.store import Candidate, CheckpointStore, condition_of
 from llmfoundry_lite.checkpoint.verify import check_present, check_structure
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.report.reading import read_recorded
@@ -91,7 +92,8 @@ def plan_run(run: FoundRun, root: Folder, retention: Retention) -> RunPlan:
     plan.store = CheckpointStore(folder.url)
     try:
         keep_names = find_best(run.folder, plan.store.candidates(), retention)
-        plan.removal = plan.store.plan_removal(
+        plan.removal = plan_removal(
+            plan.store,
             keep_newest=retention.keep_last,
             keep_every_batches=retention.keep_every_batches,
             keep_names=keep_names,
@@ -99,7 +101,7 @@ def plan_run(run: FoundRun, root: Folder, retention: Retention) -> RunPlan:
             verify=_check_without_reading_all,
             on_unsound=lambda name, error: plan.notes.append(f"{name} is {condition_of(error)}"),
         )
-        plan.files = plan.store.list_files(plan.removal)
+        plan.files = list_files(plan.store, plan.removal)
         plan.notes += describe_rest(plan.store, plan.removal)
     except (CheckpointError, DataError, OSError) as error:
         plan.removal = Removal()
@@ -165,7 +167,7 @@ def carry_out(plans: Sequence[RunPlan]) -> list[str]:
         if plan.store is None:
             continue
         try:
-            plan.store.carry_out(plan.removal)
+            carry_out_removal(plan.store, plan.removal)
         except CheckpointError as error:
             failures.append(f"{plan.run}: {error}")
     return failures

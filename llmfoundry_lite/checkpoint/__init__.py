@@ -9,8 +9,8 @@ docs/checkpoint-format.md describes the files. The modules form five groups; rea
 2. Storage. `folder` is the interface to a folder, `local_folder` implements it for disks and `remote_folder` for object
    stores; `open_folder` chooses by the path or URL. `commit` makes a save appear or disappear whole. `lease` decides
    which launch may write. `store` puts these together: it lists, publishes and removes the checkpoints of one run.
-   `run_log` keeps copies of the run's log beside them, and `paths` resolves what users give. `fallback` copies saves
-   between a run's two places.
+   `retention` decides which of them are old. `run_log` keeps copies of the run's log beside them, and `paths` resolves
+   what users give. `fallback` copies saves between a run's two places.
 3. Saving. `state` names the tensors of model and optimizer, `planning` decides which rank writes which chunk, and
    `save` copies and writes them in the background. `state_digest` is a checksum that does not depend on how ranks
    divide tensors. `save_interval` computes how often to save.

@@ -1,9 +1,9 @@
 """The store of one run's checkpoints, `<save_folder>/ba200`, on a disk or behind an fsspec URL. No torch.
 
 `CheckpointStore` lists, publishes and removes checkpoints. It puts together what other modules do: `lease` decides
-which launch may write, `commit` makes a save appear or disappear whole, `manifest` reads and writes the JSON, and
-`run_log` keeps the run's log beside the checkpoints. A listing gives `Candidate`s, of which only a few bytes have been
-read. The functions in between open a single checkpoint.
+which launch may write, `commit` makes a save appear or disappear whole, and `manifest` reads and writes the JSON.
+`run_log` keeps the run's log beside the checkpoints, and `retention` decides which of them are old. A listing gives
+`Candidate`s, of which only a few bytes have been read. The functions in between open a single checkpoint.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmfoundry_lite.checkpoint.commit import (
@@ -19,7 +19,6 @@ from llmfoundry_lite.checkpoint.commit import (
     DAMAGED,
     HINT,
     LOG,
-    SAVE_ID,
     Checkpoint,
     batch_of,
     batch_of_set_aside,
@@ -106,28 +105,6 @@ class Candidate:
         return self.recency[1]
 
 
-@dataclass(slots=True, eq=False)
-class Removal:
-    """Checkpoints and files that retention removes from a run's folder, as `plan_removal` has decided.
-
-    It is empty if nothing may be removed.
-    """
-
-    old: list[Candidate] = field(default_factory=list)
-    """Checkpoints to remove, the oldest first."""
-    set_aside_names: list[str] = field(default_factory=list)
-    """Names of saves to remove that were set aside as damaged."""
-    kept: list[Candidate] = field(default_factory=list)
-    """All other checkpoints, newest first, also those that cannot be read."""
-    newest: Candidate | None = None
-    """The newest checkpoint that can be read. None if nothing may be removed."""
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all saves to remove."""
-        return [*(candidate.name for candidate in self.old), *self.set_aside_names]
-
-
 class Search(NamedTuple):
     """The checkpoint that `newest_intact` found, and those that it passed over."""
 
@@ -158,7 +135,7 @@ def is_checkpoint(url: str | os.PathLike[str]) -> bool:
     checkpoint.
     """
     folder = open_folder(url)
-    with _os_errors_as_checkpoint_errors(f"{folder.url}: cannot be listed"):
+    with os_errors_as_checkpoint_errors(f"{folder.url}: cannot be listed"):
         return MANIFEST in folder.names()
 
 
@@ -187,7 +164,7 @@ class CheckpointStore:
         lease = store.acquire()                                 one writer: the one that acquired last
         folder, prefix = store.open_draft(save_id)              every rank writes its shard here
         store.publish(manifest, lease)                          one rank; atomic
-        store.prune(lease, keep_newest=3)
+        prune(store, lease, keep_newest=3)                      retention.py
 
     A writer checks for a higher lease before it commits. Between that check and the commit, another launch may still
     take over a writer that stalls, and neither a rename nor a put can be made conditional on the lease. So readers
@@ -210,7 +187,7 @@ class CheckpointStore:
         `newest_intact` look there, too, and its saves count for the lease's number. See `fallback.py`."""
         self.leases = Leases(self.root)
         self.commits = commits_in(self.root, lambda phase: self.on_phase(phase))
-        self._log_names: dict[str, set[str]] = {}
+        self.log_names: dict[str, set[str]] = {}
         """Save_id -> names of the parts of the log that this save has, for saves that have been looked up."""
         self.on_phase = on_phase
         """Called with the name of each step of a save that a crash could fall into; tests crash there."""
@@ -218,7 +195,7 @@ class CheckpointStore:
     def wait_until_free(self, request: LeaseRequest) -> str:
         """Wait until the run's lease may be taken, as `Leases.wait_until_free`. Raises CheckpointError if another
         launch holds this run."""
-        with _os_errors_as_checkpoint_errors(f"{self.root.url}: the lease cannot be read"):
+        with os_errors_as_checkpoint_errors(f"{self.root.url}: the lease cannot be read"):
             return self.leases.wait_until_free(request)
 
     def acquire(self, *, steal_from_live_writer: bool = False, request: LeaseRequest | None = None) -> Lease:
@@ -232,7 +209,7 @@ class CheckpointStore:
         record of a launch here. Waits while the holder is watched, as `wait_until_free`. Raises CheckpointError if the
         holder still runs, or if the folder cannot be written.
         """
-        with _os_errors_as_checkpoint_errors(f"{self.root.url}: no lease can be taken"):
+        with os_errors_as_checkpoint_errors(f"{self.root.url}: no lease can be taken"):
             # Somebody may have removed the claims, or copied checkpoints from elsewhere.
             used_epochs = [candidate.head.lease_epoch for candidate in self.all_candidates() if candidate.head]
             used_epochs += list_records(self.root)
@@ -252,13 +229,13 @@ class CheckpointStore:
         Its claim is copied here, so that a launch that it has replaced may not write here any more either. What earlier
         launches have left behind is cleared away. Raises CheckpointError.
         """
-        with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be written"):
+        with os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be written"):
             self.leases.copy_claim(lease)
             self.commits.clear_leftovers(lease.epoch)
 
     def check_is_seen(self, lease_epoch: int) -> None:
         """Raise CheckpointError unless this process sees the lease with this number, as `Leases.check_is_seen`."""
-        with _os_errors_as_checkpoint_errors(f"{self.root.url}: the lease cannot be read"):
+        with os_errors_as_checkpoint_errors(f"{self.root.url}: the lease cannot be read"):
             self.leases.check_is_seen(lease_epoch)
 
     def release(self, lease: Lease) -> None:
@@ -269,13 +246,13 @@ class CheckpointStore:
 
     def check(self, lease: Lease) -> None:
         """Raise CheckpointError if another launch has taken over as the writer, or if the run's folder has vanished."""
-        with _os_errors_as_checkpoint_errors(f"{self.root.url}: the lease cannot be read"):
+        with os_errors_as_checkpoint_errors(f"{self.root.url}: the lease cannot be read"):
             self.leases.check(lease)
 
     def check_is_new(self) -> None:
         """Raise CheckpointError if checkpoints in this folder were set aside as damaged. Called if it has no others, so
         that a run is not started over silently."""
-        with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
+        with os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
             damaged_names = [name for name in self.root.names() if name.startswith(DAMAGED)]
         if damaged_names:
             raise CheckpointError(
@@ -285,14 +262,14 @@ class CheckpointStore:
 
     def set_aside_saves(self) -> list[str]:
         """Return the names of saves that were set aside as damaged, in order of batch."""
-        with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
+        with os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
             names = self.commits.set_aside_names()
         return sorted(names, key=batch_of_set_aside)
 
     def renamed_saves(self) -> list[str]:
         """Return the names of checkpoints here that a user has renamed, such as `final`. `candidates` leaves them out,
         and nothing removes them."""
-        with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
+        with os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
             renamed = []
             for name in self.root.names():
                 has_name_of_ours = name.startswith(".") or name in (LOG, RECORDS) or COMMITTED.fullmatch(name)
@@ -320,7 +297,7 @@ class CheckpointStore:
         does not see the lease in the run's folder, for instance because its node has another disk.
         """
         folder, prefix = self.commits.draft(save_id)
-        with _os_errors_as_checkpoint_errors(f"{folder.url}: not written"):
+        with os_errors_as_checkpoint_errors(f"{folder.url}: not written"):
             if not self.commits.drafts_in_place:
                 self.leases.check_is_seen(lease_epoch_of(save_id))
             folder.make()
@@ -352,7 +329,7 @@ class CheckpointStore:
             self._check_not_newer(folder, manifest)
             self.on_phase("before rename")
 
-        with _os_errors_as_checkpoint_errors(f"{folder.url}: not published"):
+        with os_errors_as_checkpoint_errors(f"{folder.url}: not published"):
             check_lease()
             self._check_sees_all_files(manifest)
             self.on_phase("before manifest")
@@ -360,7 +337,7 @@ class CheckpointStore:
             self.on_phase("after rename")
 
         # The save is committed, and nothing below may fail.
-        self._log_names[manifest.save_id] = _names_of_log(manifest)
+        self.log_names[manifest.save_id] = names_of_log(manifest)
         with contextlib.suppress(OSError):  # no program reads this file
             if is_newest:
                 self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n")
@@ -418,7 +395,7 @@ class CheckpointStore:
         Reads the first bytes of each manifest, several at a time. Raises CheckpointError if the folder cannot be
         listed.
         """
-        with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
+        with os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
             names = self.commits.names()
             with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="checkpoint-list") as pool:
                 candidates_or_none = list(pool.map(self._read_candidate, names))
@@ -535,185 +512,12 @@ class CheckpointStore:
         """Remove a checkpoint from the readers' sight, and then its data. Does nothing if it is gone, or if another
         save has its name by now. Raises CheckpointError if it cannot be removed."""
         url = self.root.child(name).url
-        with _os_errors_as_checkpoint_errors(f"{url}: cannot be removed"), contextlib.suppress(FileNotFoundError):
+        with os_errors_as_checkpoint_errors(f"{url}: cannot be removed"), contextlib.suppress(FileNotFoundError):
             self.commits.remove(name, save_id)
-
-    def prune(
-        self,
-        lease: Lease | None,
-        *,
-        keep_newest: int,
-        keep_every_batches: int | None = None,
-        keep_names: Collection[str] = (),
-        elsewhere: Sequence[Candidate] = (),
-        verify: Callable[[Checkpoint], None] = lambda checkpoint: None,
-        on_unsound: Callable[[str, CheckpointError], None] = lambda name, error: None,
-        dry_run: bool = False,
-    ) -> list[str]:
-        """Remove old checkpoints, the rest of interrupted removals, and parts of the log that no checkpoint needs.
-
-        lease: the run's lease if the caller is its writer. None: a user's command, which may run beside a writer.
-        dry_run: only find out what would be removed.
-
-        The other arguments are those of `plan_removal`. Returns the names of the removed checkpoints, the oldest first.
-        Raises CheckpointError if `lease` is no longer the highest, or if something cannot be removed.
-        """
-        if lease is not None:
-            self.check(lease)
-        removal = self.plan_removal(
-            keep_newest=keep_newest,
-            keep_every_batches=keep_every_batches,
-            keep_names=keep_names,
-            elsewhere=elsewhere,
-            verify=verify,
-            on_unsound=on_unsound,
-        )
-        if not dry_run:
-            self.carry_out(removal, has_lease=lease is not None)
-        return removal.names
-
-    def plan_removal(
-        self,
-        *,
-        keep_newest: int,
-        keep_every_batches: int | None = None,
-        keep_names: Collection[str] = (),
-        removes_set_aside: bool = False,
-        elsewhere: Sequence[Candidate] = (),
-        verify: Callable[[Checkpoint], None] = lambda checkpoint: None,
-        on_unsound: Callable[[str, CheckpointError], None] = lambda name, error: None,
-    ) -> Removal:
-        """Decide which checkpoints are old, without removing anything.
-
-        keep_newest: number of newest checkpoints that stay, at least one.
-        keep_every_batches: checkpoints whose batch is a multiple of it stay.
-        keep_names: names of further checkpoints that stay.
-        removes_set_aside: remove all saves that were set aside as damaged. Otherwise one is removed once all
-            checkpoints that stay as the newest are of later batches.
-        elsewhere: the run's checkpoints in its other place. They count among the newest, and nothing of them is
-            removed.
-        verify: raises CheckpointError for a checkpoint that a run could not carry on from. It is called only if there
-            is something to remove, for the newest checkpoint first, until one passes. That one stays, too. If none
-            passes, nothing is removed.
-        on_unsound: called with the name and the error of each that does not pass.
-
-        Checkpoints whose manifest cannot be read stay for a person. Drafts stay until the next `acquire`. Raises
-        CheckpointError if the folder cannot be listed.
-        """
-        # Divide the readable checkpoints into the newest, those that stay for another reason, and old ones.
-        candidates = self.candidates()
-        readable = [candidate for candidate in candidates if candidate.head is not None]
-        if not readable:
-            return Removal()
-        in_both_places = [*readable, *(candidate for candidate in elsewhere if candidate.head is not None)]
-        in_both_places.sort(key=lambda candidate: candidate.recency, reverse=True)
-        newest = _take_newest(in_both_places, max(keep_newest, 1))
-        old = []
-        for candidate in readable:
-            is_kept_by_batch = keep_every_batches and candidate.batch % keep_every_batches == 0
-            is_kept = candidate in newest or candidate.name in keep_names or is_kept_by_batch
-            if not is_kept:
-                old.append(candidate)
-
-        # Old ones may go only if a checkpoint that stays is known to be intact.
-        set_aside_names = self.set_aside_saves()
-        removal = Removal(kept=candidates, newest=readable[0])
-        if old or set_aside_names:
-            intact = _first_that_passes(verify, in_both_places, on_unsound)
-            if intact is None:
-                return Removal()
-            removal.old = [candidate for candidate in reversed(old) if candidate is not intact]
-            removal.kept = [candidate for candidate in candidates if candidate not in removal.old]
-            first_kept_batch = min(candidate.batch for candidate in (*newest, intact))
-            for name in set_aside_names:
-                if removes_set_aside or batch_of_set_aside(name) < first_kept_batch:
-                    removal.set_aside_names.append(name)
-        return removal
-
-    def carry_out(self, removal: Removal, *, has_lease: bool = False) -> None:
-        """Remove what `plan_removal` has decided on, and what earlier removals have left behind when they were killed.
-
-        Each checkpoint is compared with its save_id once more, and stays if another save has its name by now. Parts of
-        the log go last, when no checkpoint refers to them any more. `has_lease`: the caller is the run's writer. Raises
-        CheckpointError if something cannot be removed.
-        """
-        if removal.newest is None:
-            return
-        self._remove_saves(removal.old, removal.set_aside_names)
-        with _os_errors_as_checkpoint_errors(f"{self.root.url}: what earlier removals left cannot be removed"):
-            self.commits.finish_removals(has_lease=has_lease, newest=removal.newest.recency)
-        if not has_lease:
-            # A copy of an older save may have been published since the plan. It refers to parts of the log, too.
-            removal = replace(removal, kept=self.candidates())
-        with _os_errors_as_checkpoint_errors(f"{self.root.url}/{LOG}: cannot be cleared"):
-            for name in self._find_unused_log(removal):
-                self.root.child(LOG).remove(name)
-
-    def list_files(self, removal: Removal) -> dict[str, int]:
-        """Return the path in this folder, and the bytes, of each file that `carry_out` would remove. Raises
-        CheckpointError if the folder cannot be listed."""
-        if removal.newest is None:
-            return {}
-        with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
-            leftovers = self.commits.leftovers(newest=removal.newest.recency)
-            files: dict[str, int] = {}
-            for name in (*removal.names, *leftovers):
-                for path, num_bytes in self.root.child(name).tree_sizes().items():
-                    files[f"{name}/{path}"] = num_bytes
-            log_sizes = self.root.child(LOG).sizes()
-            for name in self._find_unused_log(removal):
-                files[f"{LOG}/{name}"] = log_sizes.get(name, 0)
-        return files
-
-    def _remove_saves(self, candidates: Sequence[Candidate], set_aside_names: Sequence[str]) -> None:
-        """Remove checkpoints whose manifest can be read, and saves that were set aside as damaged, by name. Raises
-        CheckpointError if one cannot be removed."""
-        for candidate in candidates:
-            assert candidate.head is not None
-            self.remove(candidate.name, candidate.head.save_id)
-        for name in set_aside_names:
-            with _os_errors_as_checkpoint_errors(f"{self.root.url}/{name}: cannot be removed"):
-                self.root.child(name).remove_all()
-
-    def _find_unused_log(self, removal: Removal) -> list[str]:
-        """Return the names of the parts of the run's log that no checkpoint refers to once `removal` is carried out.
-
-        Returns none if a checkpoint that stays cannot be read, because it may refer to any part. Parts of saves after
-        the newest checkpoint are left out, because their manifests may be about to be published.
-
-        Remembers in `_log_names` which parts a save refers to, so that its manifest is read only once. Raises OSError.
-        """
-        assert removal.newest is not None
-        part_names = self.root.child(LOG).names()
-        if not part_names:
-            return []
-
-        # Find the parts that are used.
-        used_names: set[str] = set()
-        for candidate in removal.kept:
-            if candidate.head is None:
-                return []  # unreadable, so it is not known what it refers to
-            save_id = candidate.head.save_id
-            if save_id not in self._log_names:
-                if candidate.checkpoint is None:
-                    return []
-                self._log_names[save_id] = _names_of_log(candidate.checkpoint.manifest)
-            used_names |= self._log_names[save_id]
-
-        # A part is named by the save that wrote it.
-        unused_names = []
-        for name in part_names:
-            save_id_match = SAVE_ID.search(name)
-            if save_id_match is None or name in used_names:
-                continue
-            epoch_and_batch = int(save_id_match[1]), int(save_id_match[2])
-            if epoch_and_batch <= removal.newest.recency:
-                unused_names.append(name)
-        return unused_names
 
 
 @contextlib.contextmanager
-def _os_errors_as_checkpoint_errors(prefix: str) -> Iterator[None]:
+def os_errors_as_checkpoint_errors(prefix: str) -> Iterator[None]:
     """Turn an OSError in a `with` block into a CheckpointError with the text `<prefix>: <reason>`. Use it around every
     access to disk or network, whose errors are for the user."""
     try:
@@ -722,40 +526,7 @@ def _os_errors_as_checkpoint_errors(prefix: str) -> Iterator[None]:
         raise CheckpointError(f"{prefix}: {error.strerror or error}") from error
 
 
-def _take_newest(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Return the first `count` saves of some candidates, which are sorted, newest first. Copies of a save count as
-    one."""
-    newest: list[Candidate] = []
-    save_ids: set[str] = set()
-    for candidate in candidates:
-        assert candidate.head is not None
-        save_ids.add(candidate.head.save_id)
-        if len(save_ids) > count:
-            break
-        newest.append(candidate)
-    return newest
-
-
-def _first_that_passes(
-    verify: Callable[[Checkpoint], None],
-    candidates: Sequence[Candidate],
-    on_unsound: Callable[[str, CheckpointError], None],
-) -> Candidate | None:
-    """Return the first of some candidates that can be read and passes `verify`; None if there is none.
-
-    `on_unsound` is called with the name and the error of each candidate before it.
-    """
-    for candidate in candidates:
-        try:
-            verify(candidate.open())
-        except CheckpointError as error:
-            on_unsound(candidate.name, error)
-        else:
-            return candidate
-    return None
-
-
-def _names_of_log(manifest: Manifest) -> set[str]:
+def names_of_log(manifest: Manifest) -> set[str]:
     """Return the file names, in the folder `log`, of the parts of the log that a checkpoint refers to."""
     names = set()
     for part in manifest.log:

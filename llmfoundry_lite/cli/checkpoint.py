@@ -17,6 +17,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from llmfoundry_lite import companions
+from llmfoundry_lite.checkpoint import retention
 from llmfoundry_lite.checkpoint.manifest import DCP_STATE, Manifest, Segment
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints, folder_of_checkpoints
@@ -549,7 +550,8 @@ def prune(
         ignore_output_errors()
     store, candidates = list_candidates(location)
     unsound: dict[str, CheckpointError] = {}  # name of a checkpoint that is not intact -> why
-    removed_names = store.prune(
+    removed_names = retention.prune(
+        store,
         None,
         keep_newest=keep,
         keep_every_batches=keep_every,

@@ -20,6 +20,7 @@ from composer import core
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
+from llmfoundry_lite.checkpoint import retention
 from llmfoundry_lite.checkpoint.lease import LeaseRequest
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.open_folder import open_folder
@@ -915,7 +916,8 @@ class Checkpointing(Callback):
     def _remove_old_in(self, place: CheckpointStore, lease: Lease, elsewhere: list[Candidate]) -> None:
         """Remove old checkpoints from one place, where `elsewhere` are those of the other that count as well."""
         try:
-            place.prune(
+            retention.prune(
+                place,
                 lease,
                 keep_newest=self.config.save_num_checkpoints_to_keep,
                 keep_every_batches=self.config.save_keep_every_batches,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.checkpoint.restore import load_newest
+from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.shards import ReadRequest, open_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
@@ -37,7 +38,7 @@ def run_until_killed(folder, phase, batches):
             lease = store.acquire()
             for batch in batches:
                 save(store, lease, batch)
-                store.prune(lease, keep_newest=2)
+                prune(store, lease, keep_newest=2)
         finally:
             os._exit(1)
     _, status = os.waitpid(child, 0)
@@ -117,7 +118,7 @@ def test_a_half_replaced_save_is_read_without_a_lease(half_replaced, tmp_path, c
     model.w = torch.nn.Parameter(torch.zeros(2 * ROWS, dtype=torch.int64), requires_grad=False)
     assert load_newest(half_replaced, model).manifest.timestamp.batch == 1
     assert model.w[5] == 6
-    assert half_replaced.prune(None, keep_newest=1) == []
+    assert prune(half_replaced, None, keep_newest=1) == []
     assert sorted(os.listdir(tmp_path)) == before
 
 

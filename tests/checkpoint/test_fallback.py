@@ -11,6 +11,7 @@ from llmfoundry_lite.checkpoint import fallback
 from llmfoundry_lite.checkpoint.commit import DRAFT
 from llmfoundry_lite.checkpoint.fallback import CopyBack, copy_checkpoint
 from llmfoundry_lite.checkpoint.lease import LeaseRequest
+from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.run_log import read_log, write_log
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, verify_checkpoint
@@ -221,14 +222,14 @@ def test_retention_counts_both_places_and_copies_once(tmp_path):
         save(second, lease, batch)
     copy_checkpoint(open_checkpoint(tmp_path / "second/ba5"), first, lease)
 
-    def prune(place: CheckpointStore, other: CheckpointStore, keep: int) -> None:
-        place.prune(lease, keep_newest=keep, elsewhere=other.candidates(), verify=check_present)
+    def prune_place(place: CheckpointStore, other: CheckpointStore, keep: int) -> None:
+        prune(place, lease, keep_newest=keep, elsewhere=other.candidates(), verify=check_present)
 
-    prune(first, second, 3)
-    prune(second, first, 3)
+    prune_place(first, second, 3)
+    prune_place(second, first, 3)
     assert (names(first), names(second)) == (["ba5", "ba3"], ["ba5", "ba4"])
-    prune(second, first, 1)
-    prune(first, second, 1)
+    prune_place(second, first, 1)
+    prune_place(first, second, 1)
     assert (names(first), names(second)) == (["ba5"], ["ba5"])
 
 
@@ -238,7 +239,7 @@ def test_retention_removes_nothing_here_if_the_newest_elsewhere_is_not_whole(tmp
     save(first, lease, 2)
     save(second, lease, 3)
     next((tmp_path / "second/ba3").glob("shard-00000*")).unlink()
-    first.prune(lease, keep_newest=1, elsewhere=second.candidates(), verify=check_present)
+    prune(first, lease, keep_newest=1, elsewhere=second.candidates(), verify=check_present)
     assert names(first) == ["ba2"], "the newest that is whole"
 
 

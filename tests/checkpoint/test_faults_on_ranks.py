@@ -18,6 +18,7 @@ from llmfoundry_lite import retry
 from llmfoundry_lite.checkpoint import local_folder, restore
 from llmfoundry_lite.checkpoint import save as save_module
 from llmfoundry_lite.checkpoint.restore import load, load_newest
+from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.state import local_tensor, read_state
 from llmfoundry_lite.checkpoint.store import CheckpointStore
@@ -294,7 +295,7 @@ def train_until_killed(folder, phase, victim):
         step(model, opt, batch)
         save_now(saver, model, opt, batch)
         if dist.get_rank() == 0:
-            store.prune(saver.lease, keep_newest=1)
+            prune(store, saver.lease, keep_newest=1)
 
 
 EVERY_RANK = ["planned", "half a shard", "shard synced"]

@@ -25,6 +25,7 @@ from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RenewingFilesystem, part_bytes
 from llmfoundry_lite.checkpoint.restore import load
+from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver, aligned_memory, as_bytes
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, TRANSFER_BYTES, write_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
@@ -170,7 +171,7 @@ def test_a_name_like_a_pattern_removes_its_own_files_and_no_others(tmp_path, kin
         for batch in (1, 2):
             save(one, lease, batch)
         one.root.child("ba1").put("extra", b"right in here, as in a folder copied from a local disk")
-    store.prune(store.acquire(), keep_newest=1)
+    prune(store, store.acquire(), keep_newest=1)
     assert names(store) == ["ba2"]
     assert "ba1" not in store.root.names()
     assert "extra" in beside.root.child("ba1").names()

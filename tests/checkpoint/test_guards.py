@@ -15,6 +15,7 @@ from llmfoundry_lite.checkpoint import commit
 from llmfoundry_lite.checkpoint import lease as leases
 from llmfoundry_lite.checkpoint.lease import describe_this_process
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
+from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.run_log import write_log
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, verify_checkpoint
@@ -48,11 +49,11 @@ def test_a_prune_gives_back_the_save_that_took_the_name_meanwhile(tmp_path, monk
         save(store, lease, batch)
     saved = []
     looks = beside_compare(monkeypatch, lambda: saved.append(save(store, lease, 1)))
-    pruner.prune(None, keep_newest=1)
+    prune(pruner, None, keep_newest=1)
     assert looks and names(store) == ["ba2", "ba1"]
     assert store.candidates()[1].head.save_id == saved[0].manifest.save_id
     verify_checkpoint(store.candidates()[1].checkpoint)
-    assert pruner.prune(None, keep_newest=1) == ["ba1"] and names(store) == ["ba2"]
+    assert prune(pruner, None, keep_newest=1) == ["ba1"] and names(store) == ["ba2"]
     assert [name for name in os.listdir(tmp_path) if name.startswith(".del")] == []
 
 
@@ -65,7 +66,7 @@ def test_a_prune_killed_before_it_gives_a_save_back_leaves_it_to_the_next_launch
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        CheckpointStore(tmp_path, on_phase=kill).prune(None, keep_newest=1)
+        prune(CheckpointStore(tmp_path, on_phase=kill), None, keep_newest=1)
     assert names(store) == ["ba2"]
     store.acquire()
     assert names(store) == ["ba2", "ba1"]
@@ -78,7 +79,7 @@ def test_a_save_is_published_though_a_prune_takes_away_what_it_replaces(tmp_path
 
     def after_a_prune(folder, old, new):
         if old == "ba1" and new.startswith(".replaced"):
-            CheckpointStore(tmp_path).prune(None, keep_newest=1)
+            prune(CheckpointStore(tmp_path), None, keep_newest=1)
         rename(folder, old, new)
 
     monkeypatch.setattr(LocalFolder, "rename", after_a_prune)
@@ -98,10 +99,10 @@ def test_what_could_not_be_removed_is_removed_later(tmp_path, monkeypatch, faili
         busy.setattr(os, failing, fail)
         save(store, lease, 3)
         with contextlib.suppress(CheckpointError):
-            store.prune(lease, keep_newest=2)
+            prune(store, lease, keep_newest=2)
     assert [name for name in os.listdir(tmp_path) if name.startswith((".deleting", ".replaced"))]
     save(store, lease, 4)
-    store.prune(lease, keep_newest=2)
+    prune(store, lease, keep_newest=2)
     assert [name for name in os.listdir(tmp_path) if name.startswith((".deleting", ".replaced"))] == []
     assert names(store) == ["ba4", "ba3"]
 
@@ -166,7 +167,7 @@ def test_an_old_lease_clears_no_parts_of_the_log_that_newer_launches_wrote(url):
         save(store, old, batch)
     for epoch in (1, 2):
         write_log(store, f"e{epoch}-ba1-0a1b2c3d4e5f", b"line\n", ())
-    store.prune(old, keep_newest=1)
+    prune(store, old, keep_newest=1)
     assert store.root.child("log").names() == ["e2-ba1-0a1b2c3d4e5f.jsonl"]
 
 
@@ -178,7 +179,7 @@ def test_a_prune_that_keeps_none_keeps_the_newest_though_it_is_not_intact(url, k
         if checkpoint.name == "ba3":
             raise DamagedCheckpointError("damaged")
 
-    assert store.prune(lease, keep_newest=keep, verify=refuse_newest) == ["ba1"]
+    assert prune(store, lease, keep_newest=keep, verify=refuse_newest) == ["ba1"]
     assert names(store) == ["ba3", "ba2"]
     assert main.run(["checkpoint", "prune", url, "--keep", str(keep)]) == 2
     assert names(store) == ["ba3", "ba2"]

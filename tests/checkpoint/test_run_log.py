@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.checkpoint.restore import load_newest
+from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.run_log import read_log
 from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
@@ -62,7 +63,7 @@ def test_parts_go_with_the_last_checkpoint_that_has_them(tmp_path, url):
     run = Run(tmp_path if url == "local" else url)
     for batch in (100, 101, 102, 110, 200):
         run.save(batch)
-    assert run.store.prune(run.saver.lease, keep_newest=2) == ["ba100", "ba101", "ba102"]
+    assert prune(run.store, run.saver.lease, keep_newest=2) == ["ba100", "ba101", "ba102"]
     kept = [open_checkpoint(run.store.root.child(name).url) for name in ("ba110", "ba200")]
     used = {part.name.removeprefix("log/") for checkpoint in kept for part in checkpoint.manifest.log}
     assert set(run.store.root.child("log").names()) == used
@@ -78,7 +79,7 @@ def test_a_prune_by_hand_removes_parts_and_leaves_those_of_a_save_that_is_being_
     log.put("e1-ba210-0a1b2c.jsonl", b"{}\n")  # the manifest of ba210 is put next
     log.put("e1-ba150-0a1b2c.jsonl", b"{}\n")  # of a save that failed
     log.put("notes.txt", b"mine")
-    assert CheckpointStore(run.store.root.url).prune(None, keep_newest=1) == ["ba100", "ba101", "ba110"]
+    assert prune(CheckpointStore(run.store.root.url), None, keep_newest=1) == ["ba100", "ba101", "ba110"]
     newest = open_checkpoint(run.store.root.child("ba200").url)
     used = {part.name.removeprefix("log/") for part in newest.manifest.log}
     assert set(log.names()) == {*used, "e1-ba210-0a1b2c.jsonl", "notes.txt"}
@@ -90,7 +91,7 @@ def test_parts_that_an_earlier_prune_left_go_when_no_checkpoint_does(tmp_path):
     for batch in (100, 200):
         run.save(batch)
     run.store.remove("ba100", open_checkpoint(tmp_path / "ba100").manifest.save_id)
-    assert CheckpointStore(tmp_path).prune(None, keep_newest=1) == []
+    assert prune(CheckpointStore(tmp_path), None, keep_newest=1) == []
     newest = open_checkpoint(tmp_path / "ba200")
     assert {f"log/{path.name}" for path in (tmp_path / "log").iterdir()} == {part.name for part in newest.manifest.log}
 

@@ -18,6 +18,7 @@ from llmfoundry_lite.checkpoint import commit, remote_folder
 from llmfoundry_lite.checkpoint.manifest import MANIFEST
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.restore import load, load_newest
+from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
@@ -68,7 +69,7 @@ def test_a_run_saves_prunes_and_restores_on_s3(connect):
     for batch in (1, 2, 3):
         step(model, opt, batch)
         save_now(saver, model, opt, batch)
-    assert store.prune(saver.lease, keep_newest=2) == ["ba1"]
+    assert prune(store, saver.lease, keep_newest=2) == ["ba1"]
     fresh, fresh_opt = build("plain", seed=5)
     restored = load_newest(store, fresh, fresh_opt)
     assert restored.url == f"{url}/ba3"
@@ -98,7 +99,7 @@ def test_a_name_like_a_pattern_removes_its_own_keys_and_no_others(connect, name,
         one.root.child("ba1").put("copied", b"from a local disk")
     save(store, store.acquire(), 2)
     before = s3fs.S3FileSystem().find(beside.root.url)
-    store.prune(store.acquire(), keep_newest=1)
+    prune(store, store.acquire(), keep_newest=1)
     s3fs.S3FileSystem.clear_instance_cache()
     assert s3fs.S3FileSystem().find(beside.root.url) == before
     assert "ba1" not in store.root.names()
@@ -136,10 +137,10 @@ def test_a_prune_beside_a_running_save_removes_no_other_save(connect, monkeypatc
         monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", refuse)
         monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", sync_wrapper(refuse))
     pruner = CheckpointStore(store.root.url, on_phase=removed)
-    pruner.prune(None, keep_newest=1)
+    prune(pruner, None, keep_newest=1)
     assert [candidate.head.save_id for candidate in store.candidates()][1:] == [late[0].manifest.save_id]
     verify_checkpoint(open_checkpoint(f"{store.root.url}/ba1"))
-    assert pruner.prune(None, keep_newest=1) == ["ba1"]
+    assert prune(pruner, None, keep_newest=1) == ["ba1"]
     assert names(store) == ["ba2"]
 
 
@@ -159,10 +160,10 @@ def test_a_prune_finishes_a_removal_that_failed_once_the_manifest_was_gone(conne
 
     monkeypatch.setattr(remote_folder.RemoteFolder, "remove_version", lose_the_answer)
     with pytest.raises(CheckpointError, match="ba1: cannot be removed"):
-        store.prune(None, keep_newest=2)
+        prune(store, None, keep_newest=2)
     monkeypatch.setattr(remote_folder.RemoteFolder, "remove_version", removed)
     assert names(store) == ["ba3", "ba2"] and "ba1" in store.root.names()
-    assert store.prune(None, keep_newest=2) == []
+    assert prune(store, None, keep_newest=2) == []
     assert "ba1" not in store.root.names()
     store.publish(draft, lease)
     verify_checkpoint(open_checkpoint(f"{store.root.url}/ba4"))
@@ -505,7 +506,7 @@ class Saves:
             assert all(torch.equal(state[name], expected[name]) for name in state), f"ba{found}"
 
     def prune(self):
-        self.saver.store.prune(self.saver.lease, keep_newest=2)
+        prune(self.saver.store, self.saver.lease, keep_newest=2)
 
 
 @pytest.mark.fault

@@ -24,6 +24,7 @@ from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import TensorRecord, encode
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
+from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.run_log import write_log
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, check_structure, verify_checkpoint
@@ -86,7 +87,7 @@ def test_the_last_to_acquire_is_the_writer(url):
     with pytest.raises(CheckpointError, match=r"another launch .* has taken this run over; this one may not save"):
         store.publish(draft, old)
     with pytest.raises(CheckpointError, match="another launch"):
-        store.prune(old, keep_newest=1)
+        prune(store, old, keep_newest=1)
     assert names(store) == []
 
 
@@ -200,7 +201,7 @@ def test_only_its_own_claim_tells_a_writer_that_it_may_write(url, change):
         store.leases.folder.put("00000001.json", write_json(lease.owner | {"claim": "another"}))
     elif change == "folder":
         store.leases.folder.remove_all()
-    for attempt in (lambda: store.publish(draft, lease), lambda: store.prune(lease, keep_newest=1)):
+    for attempt in (lambda: store.publish(draft, lease), lambda: prune(store, lease, keep_newest=1)):
         with pytest.raises(
             CheckpointError, match=r"does not find this launch's lease \(\.leases/00000001\.json\) any more; "
         ) as caught:
@@ -369,9 +370,9 @@ def test_the_hint_names_the_newest_and_is_never_trusted(url, hint):
 
 def test_old_ones_go_and_those_to_keep_stay(url):
     store, lease = saved(url, *range(1, 9))
-    assert store.prune(lease, keep_newest=2, keep_every_batches=4, dry_run=True) == ["ba1", "ba2", "ba3", "ba5", "ba6"]
+    assert prune(store, lease, keep_newest=2, keep_every_batches=4, dry_run=True) == ["ba1", "ba2", "ba3", "ba5", "ba6"]
     assert len(names(store)) == 8
-    store.prune(lease, keep_newest=2, keep_every_batches=4)
+    prune(store, lease, keep_newest=2, keep_every_batches=4)
     assert names(store) == ["ba8", "ba7", "ba4"]
     assert not store.root.child("ba1").names()
 
@@ -391,7 +392,7 @@ def test_of_a_checkpoint_that_was_moved_to_another_disk_the_link_goes_and_the_ar
     store, lease = saved(tmp_path / "checkpoints", 1, 2)
     moved = archive(tmp_path, "ba1")
     if how == "pruned":
-        assert store.prune(lease, keep_newest=1, verify=verify_checkpoint) == ["ba1"]
+        assert prune(store, lease, keep_newest=1, verify=verify_checkpoint) == ["ba1"]
         assert sorted(os.listdir(tmp_path / "checkpoints")) == [".leases", "ba2", "latest.json"]
     else:
         again = save(store, lease, 1)
@@ -413,7 +414,7 @@ def test_no_removal_follows_a_link_whatever_is_one(tmp_path):
         (elsewhere / name).mkdir()
         (elsewhere / name / "theirs").write_text("")
         (folder / name).symlink_to(elsewhere / name)
-    assert store.prune(lease, keep_newest=1, verify=verify_checkpoint) == ["ba1"]
+    assert prune(store, lease, keep_newest=1, verify=verify_checkpoint) == ["ba1"]
     store.acquire()
     assert sorted(os.listdir(folder)) == [".leases", "ba2", "latest.json"]
     assert folder.is_symlink() and len(list(elsewhere.rglob("theirs"))) == 3
@@ -425,7 +426,7 @@ def test_a_prune_finishes_an_interrupted_removal_though_it_removes_no_other_save
     store, _ = saved(tmp_path / "checkpoints", 1, 2)
     save_id = open_checkpoint(f"{store.root.url}/ba1").manifest.save_id
     (tmp_path / "checkpoints/ba1").rename(tmp_path / f"checkpoints/.deleting-{save_id}")
-    assert store.prune(None, keep_newest=1) == []
+    assert prune(store, None, keep_newest=1) == []
     assert sorted(name for name in os.listdir(tmp_path / "checkpoints") if name != ".leases") == ["ba2", "latest.json"]
 
 
@@ -444,7 +445,7 @@ def test_a_prune_beside_another_puts_back_no_save_that_is_being_removed(tmp_path
         return read_head(folder)
 
     monkeypatch.setattr(commit, "head_of", remove_first)
-    assert store.prune(None, keep_newest=1) == []
+    assert prune(store, None, keep_newest=1) == []
     assert sorted(name for name in os.listdir(tmp_path / "checkpoints") if name != ".leases") == ["ba2", "latest.json"]
 
 
@@ -476,7 +477,7 @@ def test_a_part_of_the_log_that_cannot_be_removed_is_said_and_is_no_bug(tmp_path
     (tmp_path / "log" / "e1-ba1-00.jsonl").unlink()
     (tmp_path / "log" / "e1-ba1-00.jsonl").mkdir()
     with pytest.raises(CheckpointError, match=r"/log: cannot be cleared: "):
-        store.prune(lease, keep_newest=1)
+        prune(store, lease, keep_newest=1)
     assert names(store) == ["ba2"]
 
 
@@ -488,7 +489,7 @@ def test_retention_takes_all_of_a_checkpoint_that_was_copied_to_an_object_store_
     lease = remote.acquire()
     draft = write_draft(remote, lease, 1)
     save(remote, lease, 2)
-    assert remote.prune(lease, keep_newest=1, verify=verify_checkpoint) == ["ba1"]
+    assert prune(remote, lease, keep_newest=1, verify=verify_checkpoint) == ["ba1"]
     assert remote.root.child("ba1").names() == [draft.save_id], "another launch's draft stays"
 
 
@@ -497,10 +498,10 @@ def test_the_last_verified_one_is_never_removed(tmp_path):
     store, lease = saved(tmp_path, 1, 2, 3, 4)
     for batch in (3, 4):
         flip(tmp_path / f"ba{batch}" / "shard-00001.safetensors", 300_000)
-    assert store.prune(lease, keep_newest=2, verify=verify_checkpoint) == ["ba1"]
+    assert prune(store, lease, keep_newest=2, verify=verify_checkpoint) == ["ba1"]
     assert names(store) == ["ba4", "ba3", "ba2"]
     flip(tmp_path / "ba2" / "shard-00001.safetensors", 300_000)
-    assert store.prune(lease, keep_newest=1, verify=verify_checkpoint) == []
+    assert prune(store, lease, keep_newest=1, verify=verify_checkpoint) == []
 
 
 @pytest.mark.fault
@@ -511,10 +512,10 @@ def test_retention_frees_a_save_that_was_set_aside_once_all_that_stay_are_newer(
     (set_aside,) = store.set_aside_saves()
     for batch in (2, 3):
         save(store, lease, batch)
-        assert set_aside not in store.prune(lease, keep_newest=2)
+        assert set_aside not in prune(store, lease, keep_newest=2)
     save(store, lease, 4)
-    assert store.prune(lease, keep_newest=2, dry_run=True) == ["ba2", set_aside] and (tmp_path / set_aside).exists()
-    assert store.prune(lease, keep_newest=2) == ["ba2", set_aside]
+    assert prune(store, lease, keep_newest=2, dry_run=True) == ["ba2", set_aside] and (tmp_path / set_aside).exists()
+    assert prune(store, lease, keep_newest=2) == ["ba2", set_aside]
     assert store.set_aside_saves() == []
 
 
@@ -524,7 +525,7 @@ def test_a_save_that_was_set_aside_stays_while_no_other_is_whole(tmp_path):
     (tmp_path / "ba1").rename(tmp_path / ".damaged-ba1-0a1b2c")
     flip(tmp_path / "ba2" / "shard-00001.safetensors", 300_000)
     faults = {}
-    found = store.prune(lease, keep_newest=1, verify=verify_checkpoint, on_unsound=faults.__setitem__)
+    found = prune(store, lease, keep_newest=1, verify=verify_checkpoint, on_unsound=faults.__setitem__)
     assert found == [] and [*faults] == ["ba2"]
     assert store.set_aside_saves() == [".damaged-ba1-0a1b2c"]
 
@@ -539,7 +540,7 @@ def test_pruning_leaves_what_another_launch_is_uploading(url, has_lease):
     save(store, new, 15)  # restarted from ba10
     draft = write_draft(store, new, 20)
     doomed = ["ba10", "ba20", "ba30"]
-    assert sorted(store.prune(new if has_lease else None, keep_newest=1, verify=verify_checkpoint)) == doomed
+    assert sorted(prune(store, new if has_lease else None, keep_newest=1, verify=verify_checkpoint)) == doomed
     assert names(store) == ["ba15"]
     store.publish(draft, new)
     verify_checkpoint(open_checkpoint(f"{url}/ba20"))
@@ -554,7 +555,7 @@ def test_pruning_removes_what_it_decided_on_and_not_what_took_its_place(url):
         if not again:
             again.append(save(store, lease, 1))
 
-    store.prune(lease, keep_newest=1, verify=replace_meanwhile)
+    prune(store, lease, keep_newest=1, verify=replace_meanwhile)
     assert open_checkpoint(f"{url}/ba1").manifest.save_id == again[0].manifest.save_id
     verify_checkpoint(open_checkpoint(f"{url}/ba1"))
 
@@ -831,7 +832,7 @@ def test_listing_and_retention_decode_no_manifest_but_the_newest(tmp_path, monke
     monkeypatch.setattr(commit, "decode", lambda raw, where: decoded.append(where) or real(raw, where))
     rows = [describe_row(candidate) for candidate in CheckpointStore(tmp_path).candidates()]
     assert [row[0] for row in rows if row] == [str(batch) for batch in range(8, 0, -1)] and not decoded
-    assert CheckpointStore(tmp_path).prune(lease, keep_newest=3, verify=check_present) == [
+    assert prune(CheckpointStore(tmp_path), lease, keep_newest=3, verify=check_present) == [
         f"ba{n}" for n in range(1, 6)
     ]
     assert decoded == [f"{tmp_path}/ba8/manifest.json"]

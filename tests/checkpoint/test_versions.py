@@ -11,6 +11,7 @@ import xxhash
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, VERSION, Manifest, Timestamp, decode, encode
 from llmfoundry_lite.checkpoint.restore import load
+from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.run_log import read_log
 from llmfoundry_lite.checkpoint.shards import hash_buffers
 from llmfoundry_lite.checkpoint.store import open_checkpoint
@@ -81,7 +82,7 @@ def test_a_checkpoint_of_a_newer_release_is_neither_damaged_nor_renamed_nor_pass
         store.newest_intact(quarantine=lease)
     with pytest.raises(CheckpointError, match=r"not published: .*newer release"):
         store.publish(write_draft(store, lease, 2), lease)
-    assert store.prune(lease, keep_newest=1) == []
+    assert prune(store, lease, keep_newest=1) == []
     assert sorted(path.name for path in folder.iterdir() if not path.name.startswith(".tmp")) == before
 
 

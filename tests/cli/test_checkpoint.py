@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
+from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.cli import main
@@ -147,7 +148,7 @@ def test_verify_of_one_checkpoint_looks_at_no_other(folder, capsys):
 def test_a_checkpoint_that_is_removed_while_a_folder_is_verified_is_not_damaged(folder, capsys, monkeypatch):
     def remove_while_reading(found, on_read):
         if found.name == "ba3":
-            CheckpointStore(folder / "checkpoints").prune(None, keep_newest=1)
+            prune(CheckpointStore(folder / "checkpoints"), None, keep_newest=1)
         verify_checkpoint(found, on_read)
 
     monkeypatch.setattr("llmfoundry_lite.checkpoint.verify.verify_checkpoint", remove_while_reading)
