@@ -113,7 +113,7 @@ class AfterSaves(Callback):
         while self.jobs:
             self._advance(wait=True)
         if checkpointing.saver.lease is not None:
-            checkpointing.remove_old(checkpointing.saver.lease)  # checkpoints that were kept for their jobs
+            checkpointing.after_save.remove_old(checkpointing.saver.lease)  # those that were kept for their jobs
 
     def _add(self, max_waiting: int = MAX_WAITING) -> None:
         """Queue a job for the newest checkpoint, or report that more than `max_waiting` jobs are there already.

@@ -14,6 +14,7 @@
                         EVAL_BATCH_START, EVAL_BATCH_END]; save, or leave [BATCH_CHECKPOINT]; wait for the last save
                         [FIT_END]
     save_policy.py, failed_saves.py, run_state.py    when to save; failed saves; the state besides tensors
+    after_save.py       after each save, on rank 0: the tokenizer beside it, and removing old ones
     second_place.py     which save is in `save_fallback` and why, and when it is copied
     preemption.py       reasons to leave early, and leaving in time: signals, a deadline, the file STOP
     run_folder.py       the run's files, as a logger [BATCH_CHECKPOINT after the callbacks, FIT_END]: config.yaml,

@@ -20,28 +20,25 @@ from composer import core
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
-from llmfoundry_lite.checkpoint import retention
 from llmfoundry_lite.checkpoint.lease import LeaseRequest
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.open_folder import open_folder
-from llmfoundry_lite.checkpoint.paths import put_tokenizer
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.run_log import FAILED_SAVES, METRICS, SAVED, UNSAVED_BATCHES, Log, read_log
 from llmfoundry_lite.checkpoint.save import Saved, SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start, find_microbatch, open_run_store
-from llmfoundry_lite.checkpoint.store import Candidate, CheckpointStore, Lease, open_checkpoint
-from llmfoundry_lite.checkpoint.verify import check_present
+from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes
 from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
-from llmfoundry_lite.data.tokenizer import find_fingerprints, load_tokenizer
-from llmfoundry_lite.data.tokenizer_files import TOKENIZER_FILE
+from llmfoundry_lite.data.tokenizer import find_fingerprints
 from llmfoundry_lite.errors import CheckpointError, DivergedError, TransientError, UserError, one_line, printable
 from llmfoundry_lite.ranks.ending import Preempted, all_ranks_fail, is_lost_peer
 from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.ranks.status import HAS_PARTNERS
 from llmfoundry_lite.retry import Budget
 from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.after_save import AfterSave
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.failed_saves import FailedSaves
 from llmfoundry_lite.training.gradient_step import GradientStep
@@ -109,8 +106,6 @@ class Checkpointing(Callback):
         """Configuration keys whose values differ from the checkpoint's."""
         self.history: bytes | None = None
         """On rank 0: the log that the checkpoint holds."""
-        self.copied_tokenizer_to: set[str] = set()
-        """On rank 0: the places that have the tokenizer beside the checkpoints."""
         self.wandb_run_id: str | None = None
         """Id of the run at wandb that this launch continues."""
         self.microbatch_of_run: int | None = None
@@ -143,6 +138,13 @@ class Checkpointing(Callback):
         """Called with `describe_saves()` whenever that has changed."""
         self.in_use: set[str] = set()
         """On rank 0: names of checkpoints that a process of this launch reads. They are not removed meanwhile."""
+        self.after_save = AfterSave(
+            self.config,
+            self.store,
+            self.print_on_rank_0,
+            in_use=self.in_use,
+            has_tokenizer=bool(self.start.fingerprints),
+        )
 
     # -------------------------------------------------------------------------------------------------- restore
 
@@ -858,77 +860,16 @@ class Checkpointing(Callback):
     # ------------------------------------------------------------------ in the background, on rank 0, after each save
 
     def _after_publish(self, lease: Lease, place: CheckpointStore) -> None:
-        """Copy the tokenizer and remove old checkpoints.
+        """Note that a save is published, and do what follows it.
 
         The saver's thread calls this on rank 0 for each published save, with the store that has it.
         """
         self.second_place.holds_newest = place is not self.store
         self.durable_batch = self.begun_batch
         self.preemption.note_saved(f"ba{self.begun_batch}")
-        self._copy_tokenizer(place.root.url)
-        if place is self.store:
-            self.remove_old(lease)
-            if self.second_place.copy_back is not None:
-                self.second_place.copy_back.wake()
-        elif self.config.save_num_checkpoints_to_keep > 0:
-            self._remove_old_in(place, lease, [])  # the first place does not answer, so nothing there counts
-
-    def _copy_tokenizer(self, place_url: str) -> None:
-        """Copy the tokenizer beside the checkpoints, so that they can be evaluated or exported on another machine.
-
-        Called after each save until it has succeeded once for that place. Does nothing if the tokenizer is not on this
-        machine. A failure is printed, and the next save tries again.
-        """
-        if place_url in self.copied_tokenizer_to or not self.start.fingerprints:
-            return
-        try:
-            put_tokenizer(place_url, load_tokenizer(self.config.tokenizer.name).files(), last=TOKENIZER_FILE)
-            self.copied_tokenizer_to.add(place_url)
-        except (OSError, UserError) as error:
-            print(f"the tokenizer was not copied beside the checkpoints: {error}", flush=True)
-
-    def remove_old(self, lease: Lease) -> None:
-        """Remove checkpoints that `save_num_checkpoints_to_keep` does not keep, on rank 0 and from any thread.
-
-        The checkpoints in `save_folder` and `save_fallback` count together. A failure is printed. Raises
-        CheckpointError only if another launch has taken the lease in `save_folder`.
-        """
-        if self.config.save_num_checkpoints_to_keep < 0:
-            return
-        second = self.store.second
-        if second is None:
-            self._remove_old_in(self.store, lease, [])
-            return
-        try:
-            in_second = second.candidates()
-        except CheckpointError as error:
-            # While one place is away, the other keeps as many as both would keep together.
-            self.print_on_rank_0(f"old checkpoints in save_fallback were not removed: {error}")
-            self._remove_old_in(self.store, lease, [])
-            return
-        self._remove_old_in(self.store, lease, in_second)
-        try:
-            self._remove_old_in(second, lease, self.store.candidates())
-        except CheckpointError as error:
-            # The lease in save_folder decides who may write. It has just been checked, unless that place is away.
-            self.print_on_rank_0(f"old checkpoints in save_fallback were not removed: {error}")
-
-    def _remove_old_in(self, place: CheckpointStore, lease: Lease, elsewhere: list[Candidate]) -> None:
-        """Remove old checkpoints from one place, where `elsewhere` are those of the other that count as well."""
-        try:
-            retention.prune(
-                place,
-                lease,
-                keep_newest=self.config.save_num_checkpoints_to_keep,
-                keep_every_batches=self.config.save_keep_every_batches,
-                keep_names=self.in_use,
-                elsewhere=elsewhere,
-                verify=check_present,
-            )
-        except CheckpointError as error:
-            if not error.is_transient:
-                place.check(lease)
-            self.print_on_rank_0(f"old checkpoints were not removed: {error}")
+        self.after_save.finish(lease, place)
+        if place is self.store and self.second_place.copy_back is not None:
+            self.second_place.copy_back.wake()
 
     def print_on_rank_0(self, *lines: str) -> None:
         """Print lines on rank 0, with characters escaped that a terminal could take for commands."""

@@ -18,7 +18,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_lite.training import checkpointing as module
-from llmfoundry_lite.training import failed_saves
+from llmfoundry_lite.training import after_save, failed_saves
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.partners import Partners
@@ -91,13 +91,13 @@ def test_a_launch_that_leaves_at_once_names_only_a_checkpoint_of_its_own_folder(
     ids=["a save of this launch", "one that the main thread does not know of", "the newest batch", "none"],
 )
 def test_a_launch_that_leaves_in_a_hang_names_the_batches_that_no_save_holds(
-    tmp_path, published, durable, batch, expected
+    tmp_path, monkeypatch, published, durable, batch, expected
 ):
     parts = checkpointing(tmp_path, Start())
     state: Any = SimpleNamespace(timestamp=Timestamp(batch=0))
     parts.begin(state)
     parts.published_batch, parts.begun_batch = published, durable
-    parts._copy_tokenizer = parts.remove_old = lambda *_: None
+    monkeypatch.setattr(parts.after_save, "finish", lambda lease, place: None)
     if durable > 0:
         parts._after_publish(Lease(1, {}), parts.store)
     state.timestamp = Timestamp(batch=batch)
@@ -136,12 +136,12 @@ def test_retention_keeps_what_a_process_of_this_launch_reads(tmp_path, monkeypat
     lease = parts.store.acquire()
     for batch in (1, 2, 3):
         save(parts.store, lease, batch)
-    monkeypatch.setattr(module, "check_present", lambda checkpoint: None)
+    monkeypatch.setattr(after_save, "check_present", lambda checkpoint: None)
     parts.in_use.add("ba1")
-    parts.remove_old(lease)
+    parts.after_save.remove_old(lease)
     assert names(parts.store) == ["ba3", "ba1"]
     parts.in_use.clear()
-    parts.remove_old(lease)
+    parts.after_save.remove_old(lease)
     assert names(parts.store) == ["ba3"]
 
 
@@ -153,8 +153,8 @@ def test_retention_counts_the_checkpoints_of_both_places(tmp_path, monkeypatch):
     second.follow(lease)
     for batch, place in ((1, parts.store), (2, second), (3, second), (4, parts.store)):
         save(place, lease, batch)
-    monkeypatch.setattr(module, "check_present", lambda checkpoint: None)
-    parts.remove_old(lease)
+    monkeypatch.setattr(after_save, "check_present", lambda checkpoint: None)
+    parts.after_save.remove_old(lease)
     assert (names(parts.store), names(second)) == (["ba4"], ["ba3"])
 
 
@@ -195,8 +195,8 @@ def test_a_second_place_that_loses_the_claim_does_not_end_a_launch_that_saves_in
     lease = parts.store.acquire()
     save(parts.store, lease, 1)
     save(parts.store, lease, 2)
-    monkeypatch.setattr(module, "check_present", lambda checkpoint: None)
-    parts.remove_old(lease)
+    monkeypatch.setattr(after_save, "check_present", lambda checkpoint: None)
+    parts.after_save.remove_old(lease)
     assert names(parts.store) == ["ba2"]
     words = "old checkpoints in save_fallback were not removed: "
     assert capsys.readouterr().out.startswith(f"{words}{tmp_path}/second: ")
@@ -207,7 +207,7 @@ def test_a_second_place_that_loses_the_claim_does_not_end_a_launch_that_saves_in
 
     save(parts.store, lease, 3)
     monkeypatch.setattr(parts.store.second, "candidates", is_away)
-    parts.remove_old(lease)
+    parts.after_save.remove_old(lease)
     assert names(parts.store) == ["ba3"]
     assert capsys.readouterr().out == f"{words}second: cannot be listed\n"
 

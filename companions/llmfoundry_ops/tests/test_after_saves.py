@@ -128,7 +128,7 @@ def test_a_checkpoint_that_is_being_read_is_kept_and_then_removed(tmp_path, monk
         there.published_batch = batch
         state: Any = SimpleNamespace(timestamp=Timestamp(batch=batch), previous_timestamp=Timestamp(batch=batch - 1))
         callback.batch_checkpoint(state, nothing)
-        there.remove_old(lease)
+        there.after_save.remove_old(lease)
 
     callback.interval = Duration.parse("3ba")
     for batch in range(1, 6):
