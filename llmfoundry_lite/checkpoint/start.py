@@ -4,8 +4,7 @@
 surprise the user, such as carrying on another run or starting one over. The other public functions are parts of this
 that `--dry-run`, reports and companions use as well.
 
-This module reads manifests and the run's log, and imports no torch. `training/checkpointing.py` restores the chosen
-checkpoint.
+This module reads manifests and the run's log, and imports no torch. `training/start.py` restores the chosen checkpoint.
 """
 
 from collections.abc import Mapping

@@ -10,6 +10,7 @@
     optimizers.py, muon.py          AdamW and Lion; Muon
     schedule.py         the learning rate [FIT_START, BATCH_START]
     agreement.py        the one exchange between two batches; reads the next batch ahead
+    start.py            which checkpoint a launch starts from, and the restore of weights and optimizer
     checkpointing.py    restore [AFTER_LOAD]; reset the energy meter [FIT_START]; agree and evaluate [BATCH_END,
                         EVAL_BATCH_START, EVAL_BATCH_END]; save, or leave [BATCH_CHECKPOINT]; wait for the last save
                         [FIT_END]

@@ -1,10 +1,10 @@
 """Composer callback that restores a run from a checkpoint, and decides what happens between two batches.
 
-`find_start` chooses the checkpoint before the model is built. It checks the manifest, and refuses a run that another
-launch is training. Tensors and the place in the data are checked once this launch has the run's lease. `Checkpointing`
-restores the state at AFTER_LOAD: the model is sharded by then, but seeds and data have not been used. After each batch,
-`batch_end` lets the ranks agree and evaluate, and `batch_checkpoint` saves when `save_policy` decides so. `run_state`
-has the state besides tensors. `checkpoint/save.py` writes.
+`start.py` has chosen the checkpoint before the model was built. Tensors and the place in the data are checked once this
+launch has the run's lease. `Checkpointing` restores the state at AFTER_LOAD: the model is sharded by then, but seeds
+and data have not been used. After each batch, `batch_end` lets the ranks agree and evaluate, and `batch_checkpoint`
+saves when `save_policy` decides so. `run_state` has the state besides tensors. `checkpoint/save.py` writes, and
+`after_save.py` does what follows a save.
 """
 
 import time
@@ -20,18 +20,15 @@ from composer import core
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
-from llmfoundry_lite.checkpoint.lease import LeaseRequest
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
-from llmfoundry_lite.checkpoint.open_folder import open_folder
-from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
+from llmfoundry_lite.checkpoint.restore import Restored
 from llmfoundry_lite.checkpoint.run_log import FAILED_SAVES, METRICS, SAVED, UNSAVED_BATCHES, Log, read_log
 from llmfoundry_lite.checkpoint.save import Saved, SaveMetadata, Saver
-from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start, find_microbatch, open_run_store
+from llmfoundry_lite.checkpoint.start import Start, find_microbatch, open_run_store
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes
 from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
-from llmfoundry_lite.data.tokenizer import find_fingerprints
 from llmfoundry_lite.errors import CheckpointError, DivergedError, TransientError, UserError, one_line, printable
 from llmfoundry_lite.ranks.ending import Preempted, all_ranks_fail, is_lost_peer
 from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
@@ -50,12 +47,12 @@ from llmfoundry_lite.training.run_state import (
     RunState,
     build_segment,
     chosen_options,
-    find_differences,
     with_references,
 )
 from llmfoundry_lite.training.save_policy import SavePolicy
 from llmfoundry_lite.training.schedule import has_passed, is_evaluation_due
-from llmfoundry_lite.training.second_place import IN_FALLBACK, SecondPlace, describe_missing_save
+from llmfoundry_lite.training.second_place import IN_FALLBACK, SecondPlace
+from llmfoundry_lite.training.start import describe_differences, lease_request, restore_tensors
 from llmfoundry_lite.training.trainer import ParallelTrainer
 
 RETRY_PAUSES_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -183,14 +180,16 @@ class Checkpointing(Callback):
         optimizer = state.optimizers[0]
         configured = [chosen_options(group) for group in optimizer.param_groups]
         restore_began_at = time.monotonic()
-        restored = self._restore(state)
+        restored = restore_tensors(self.config, self.start, self.model, state, self.saver, carries_on=self.carries_on)
 
         if restored is not None and restored.manifest is not None:
             manifest = restored.manifest
             logger.log_metrics({"checkpoint/restore_seconds": time.monotonic() - restore_began_at})
             self._compare_configurations(restored, manifest)
             action = "carrying on from" if self.carries_on else "starting from the weights of"
-            differences = self._describe_differences(manifest, state)
+            differences = describe_differences(
+                self.config, self.model, state, manifest, self.changes, self.partners.segment
+            )
             self.print_on_rank_0(*restored.notes, f"{action} {restored.url}{differences}")
 
             if self.carries_on:
@@ -292,42 +291,6 @@ class Checkpointing(Callback):
             return f"batch {last_trained} is in no save"
         return f"batches {first_unsaved} to {last_trained} are in no save"
 
-    def _restore(self, state: State) -> Restored | None:
-        """Restore the model from the checkpoint that `start` names, and the optimizer too to carry on the run.
-
-        Collective. A folder of checkpoints is searched for its newest intact one. Returns which checkpoint it was, with
-        its manifest and notes for the user, or None if this launch starts at batch 1. Raises CheckpointError on all
-        ranks if no checkpoint is intact, or if it does not fit.
-        """
-        url, is_run_folder = self.start.url, self.start.is_run_folder
-        if url is None:
-            return None
-
-        # Weights alone may be cast, and some of them ignored. To carry on, everything must fit.
-        options: dict[str, Any] = {}
-        optimizer = None
-        if self.carries_on:
-            optimizer = state.optimizers[0]
-            options["check"] = partial(check_fit, self.config, self.start.fingerprints)
-        if is_run_folder:
-            options["lease"] = self.saver.lease  # lets it move damaged checkpoints away
-        else:
-            options["cast"] = self.config.load_cast
-            options["ignore_keys"] = tuple(self.config.load_ignore_keys)
-
-        if self.start.is_single_checkpoint:
-            return Restored(load(url, self.model.model, optimizer, **options), url, [])
-        store = self.store if is_run_folder else CheckpointStore(url)
-        restored = load_newest(store, self.model.model, optimizer, **options)
-        if restored.manifest is None:
-            reasons = "; ".join(restored.notes)
-            if is_run_folder:
-                raise CheckpointError(
-                    f"{url}: no checkpoint is intact ({reasons}); move the folder away to start again from batch 1"
-                )
-            raise CheckpointError(f"load_path: {url} holds no intact checkpoint ({reasons})")
-        return restored
-
     def _restore_run_state(self, url: str, manifest: Manifest, state: State) -> None:
         """Restore what a run has besides weights and optimizer state, from its checkpoint at `url`.
 
@@ -354,33 +317,6 @@ class Checkpointing(Callback):
             self.wandb_run_id = manifest.scalars.get("wandb_run_id")
         self.segments = with_references(manifest.segments, self.config)
         self.microbatch_of_run = find_microbatch(self.config, manifest)
-
-    def _describe_differences(self, manifest: Manifest, state: State) -> str:
-        """Return in parentheses how this launch differs from the one that made the checkpoint; empty if it does not.
-
-        For example, " (optimizer.lr 0.001 -> 0.0005, devices 8 -> 4)": changed keys of the configuration, and what may
-        change the last digits of results. It is printed after the checkpoint's address.
-        """
-        if not manifest.segments:
-            return ""
-
-        # The microbatch size is compared only if it is configured: `auto` chooses it after the restore.
-        microbatch_size = None
-        if self.config.device_train_microbatch_size != "auto":
-            microbatch_size = int(state.device_train_microbatch_size or 0)
-        batch = manifest.timestamp.batch
-        this_segment = build_segment(
-            self.config,
-            self.model,
-            batch,
-            batch,
-            device_train_microbatch_size=microbatch_size,
-            **self.partners.segment,
-        )
-        differences = [*map(str, self.changes), *find_differences(manifest.segments[-1], this_segment)]
-        if manifest.run_name != self.config.run_name:
-            differences.insert(0, f"run_name {manifest.run_name} -> {self.config.run_name}")
-        return f" ({', '.join(differences)})" if differences else ""
 
     # ------------------------------------------------------------------------------------------ between two batches
 
@@ -876,41 +812,3 @@ class Checkpointing(Callback):
         if dist.get_rank() == 0:
             for line in lines:
                 print(printable(line), flush=True)
-
-
-# ----------------------------------------------------------------------------------------- where a launch starts
-
-
-def find_start(config: TrainConfig, *, takes_lease: bool = True) -> Start:
-    """Choose on rank 0 where this launch starts, and broadcast it. Collective.
-
-    With `takes_lease`, rank 0 waits until no other launch holds the run's lease. Raises CheckpointError on all ranks if
-    a live launch holds it, or if the checkpoint does not fit the configuration.
-    """
-    start = Start()
-    with raising_on_all_ranks(CheckpointError):
-        if dist.get_rank() == 0:
-            start = choose_start(config, find_fingerprints(config.tokenizer.name))
-            if takes_lease:
-                store = open_run_store(config)
-                start = start._replace(dead_holder=store.wait_until_free(lease_request(config)))
-            start = start._replace(note=start.note or describe_missing_save(config, start))
-    return Start(*broadcast_json(start))
-
-
-def lease_request(config: TrainConfig, dead_holder: str = "") -> LeaseRequest:
-    """Return how this launch asks for the run's lease.
-
-    `dead_holder` is a holder that was found dead before; empty if none.
-    """
-    fallback = ""
-    if config.save_fallback is not None:
-        path = open_folder(config.save_fallback).path_here
-        fallback = "" if path is None else str(path.absolute())
-    return LeaseRequest(
-        run_name=config.run_name,
-        fallback=fallback,
-        takes_over=config.takeover,
-        note=lambda line: print(printable(line), flush=True),
-        dead_holder=dead_holder,
-    )

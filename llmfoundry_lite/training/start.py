@@ -29,3 +29,118 @@ from llmfoundry_lite.training.run_state import build_segment, find_differences
 from llmfoundry_lite.training.second_place import describe_missing_save
 
 
+def find_start(config: TrainConfig, *, takes_lease: bool = True) -> Start:
+    """Choose on rank 0 where this launch starts, and broadcast it. Collective.
+
+    With `takes_lease`, rank 0 waits until no other launch holds the run's lease. Raises CheckpointError on all ranks if
+    a live launch holds it, or if the checkpoint does not fit the configuration.
+    """
+    start = Start()
+    with raising_on_all_ranks(CheckpointError):
+        if dist.get_rank() == 0:
+            start = choose_start(config, find_fingerprints(config.tokenizer.name))
+            if takes_lease:
+                store = open_run_store(config)
+                start = start._replace(dead_holder=store.wait_until_free(lease_request(config)))
+            start = start._replace(note=start.note or describe_missing_save(config, start))
+    return Start(*broadcast_json(start))
+
+
+def lease_request(config: TrainConfig, dead_holder: str = "") -> LeaseRequest:
+    """Return how this launch asks for the run's lease.
+
+    `dead_holder` is a holder that was found dead before; empty if none.
+    """
+    fallback = ""
+    if config.save_fallback is not None:
+        path = open_folder(config.save_fallback).path_here
+        fallback = "" if path is None else str(path.absolute())
+    return LeaseRequest(
+        run_name=config.run_name,
+        fallback=fallback,
+        takes_over=config.takeover,
+        note=lambda line: print(printable(line), flush=True),
+        dead_holder=dead_holder,
+    )
+
+
+def restore_tensors(
+    config: TrainConfig, start: Start, model: LanguageModel, state: State, saver: Saver, *, carries_on: bool
+) -> Restored | None:
+    """Restore the model from the checkpoint that `start` names, and the optimizer too to carry on the run.
+
+    state: Composer's, which has the optimizer.
+    saver: the run's, whose lease lets this launch move damaged checkpoints away.
+    carries_on: whether this launch continues the checkpoint's run, instead of beginning one with its weights.
+
+    Collective. A folder of checkpoints is searched for its newest intact one. Returns which checkpoint it was, with its
+    manifest and notes for the user, or None if this launch starts at batch 1. Raises CheckpointError on all ranks if no
+    checkpoint is intact, or if it does not fit.
+    """
+    url = start.url
+    if url is None:
+        return None
+
+    # Weights alone may be cast, and some of them ignored. To carry on, everything must fit.
+    options: dict[str, Any] = {}
+    optimizer = None
+    if carries_on:
+        optimizer = state.optimizers[0]
+        options["check"] = partial(check_fit, config, start.fingerprints)
+    if start.is_run_folder:
+        options["lease"] = saver.lease
+    else:
+        options["cast"] = config.load_cast
+        options["ignore_keys"] = tuple(config.load_ignore_keys)
+
+    if start.is_single_checkpoint:
+        return Restored(load(url, model.model, optimizer, **options), url, [])
+    store = saver.store if start.is_run_folder else CheckpointStore(url)
+    restored = load_newest(store, model.model, optimizer, **options)
+    if restored.manifest is None:
+        reasons = "; ".join(restored.notes)
+        if start.is_run_folder:
+            raise CheckpointError(
+                f"{url}: no checkpoint is intact ({reasons}); move the folder away to start again from batch 1"
+            )
+        raise CheckpointError(f"load_path: {url} holds no intact checkpoint ({reasons})")
+    return restored
+
+
+def describe_differences(
+    config: TrainConfig,
+    model: LanguageModel,
+    state: State,
+    manifest: Manifest,
+    changes: Sequence[Change],
+    partner_fields: Mapping[str, Any],
+) -> str:
+    """Return in parentheses how this launch differs from the one that made the checkpoint; empty if it does not.
+
+    manifest: the checkpoint's.
+    changes: changed keys of the configuration.
+    partner_fields: further fields of this launch's segment, as `Partners.segment`.
+
+    For example, " (optimizer.lr 0.001 -> 0.0005, devices 8 -> 4)": changed keys, and what may change the last digits of
+    results. It is printed after the checkpoint's address.
+    """
+    if not manifest.segments:
+        return ""
+
+    # The microbatch size is compared only if it is configured: `auto` chooses it after the restore.
+    microbatch_size = None
+    if config.device_train_microbatch_size != "auto":
+        microbatch_size = int(state.device_train_microbatch_size or 0)
+    batch = manifest.timestamp.batch
+    this_segment = build_segment(
+        config,
+        model,
+        batch,
+        batch,
+        device_train_microbatch_size=microbatch_size,
+        **partner_fields,
+    )
+    differences = [*map(str, changes), *find_differences(manifest.segments[-1], this_segment)]
+    if manifest.run_name != config.run_name:
+        differences.insert(0, f"run_name {manifest.run_name} -> {config.run_name}")
+    return f" ({', '.join(differences)})" if differences else ""

@@ -39,13 +39,14 @@ from llmfoundry_lite.ranks.signals import describe_reason_to_leave
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.ranks.status import has_lost_batches, read_status, refusals_recorded
 from llmfoundry_lite.training.builders import build_and_restore
-from llmfoundry_lite.training.checkpointing import Checkpointing, find_start
+from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.memory import choose_microbatch, explain_out_of_memory, is_out_of_memory
 from llmfoundry_lite.training.partners import Partners, find_partners
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.run_handle import RunHandle
 from llmfoundry_lite.training.schedule import progress_of
+from llmfoundry_lite.training.start import find_start
 from llmfoundry_lite.training.trainer import ParallelTrainer
 
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")

@@ -17,13 +17,14 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks.status import write_status
-from llmfoundry_lite.training import checkpointing as module
 from llmfoundry_lite.training import after_save, failed_saves
+from llmfoundry_lite.training import start as start_module
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.second_place import describe_missing_save
+from llmfoundry_lite.training.start import restore_tensors
 from tests.checkpoint.ranks import about, build, save_now, step, whole_state
 from tests.checkpoint.saves import names, save
 from tests.helpers.tiny import tiny_config, write_config
@@ -121,8 +122,9 @@ def test_a_launch_sets_damaged_checkpoints_of_its_own_folder_aside(tmp_path, mon
     shards[0].write_bytes(content)
     os.truncate(shards[1], shards[1].stat().st_size - 1)
 
-    monkeypatch.setattr(module, "check_fit", lambda *arguments: None)
-    restored = parts._restore(SimpleNamespace(optimizers=[optimizer]))  # type: ignore[arg-type]
+    monkeypatch.setattr(start_module, "check_fit", lambda *arguments: None)
+    state: Any = SimpleNamespace(optimizers=[optimizer])
+    restored = restore_tensors(parts.config, parts.start, parts.model, state, saver, carries_on=True)
     assert restored is not None and restored.url == f"{tmp_path}/saves/ba1"
     assert all((expected[1][name] == tensor).all() for name, tensor in whole_state(model, optimizer).items())
     set_aside = sorted(name for name in os.listdir(tmp_path / "saves") if name.startswith(".damaged-"))
