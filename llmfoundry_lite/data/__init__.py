@@ -7,7 +7,8 @@ Read the files in this order:
 2. `index_files.py` finds the indexes of the shards, and `shard_table.py` reads them. `streams.py` downloads, unpacks
    and checks shards, and `cache.py` decides when. `folder_locks.py` keeps two launches from downloading into one
    folder.
-3. `rows.py` decodes a sample. `dataset.py` combines all of these into a `TextDataset`.
+3. `opened_shards.py` opens the shards of a data set on all ranks together, by all of these. `rows.py` decodes a sample.
+   A `TextDataset` (`dataset.py`) reads rows from opened shards, and keeps the position in the data.
 4. `loader.py` makes batches in worker processes, and computes their digests. `stateful.py` is the public loader, which
    keeps track of its position.
 

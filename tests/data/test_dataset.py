@@ -29,6 +29,7 @@ from llmfoundry_lite.config.data_schema import COUNTS, HASHES, REMOTES, SIZES
 from llmfoundry_lite.data import cache
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
+from llmfoundry_lite.data.opened_shards import OpenedShards
 from llmfoundry_lite.data.order import EpochOrder, SampleOrder
 from llmfoundry_lite.data.rows import PAD_TOKEN
 from llmfoundry_lite.data.streams import ORIGIN, ShardFolder, make_download_name
@@ -1052,7 +1053,7 @@ def open_with_faults(shards: Path, out: Path) -> None:
         for place, faulty in FAULTS.items():
             with pytest.MonkeyPatch.context() as patch:
                 if rank == faulty:
-                    patch.setattr(TextDataset, place, functools.partial(fail, error))
+                    patch.setattr(OpenedShards, place, functools.partial(fail, error))
                 with pytest.raises((DataError, CheckpointError, TypeError)) as caught:
                     open_data(shards)
                 told.append(str(caught.value))
