@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from streaming.base.compression import compress
 
+from llmfoundry_formats import inspect_logs
 from llmfoundry_formats import logs as foreign
-from llmfoundry_formats.logs import ZSTANDARD, read_member
+from llmfoundry_formats.inspect_logs import ZSTANDARD, read_member
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.evaluation.compare import compare, compare_files
@@ -220,7 +221,7 @@ def eval_log(path, samples, method=zipfile.ZIP_DEFLATED):
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, None], ids=["deflate", "zstandard"])
 def test_a_sample_that_unpacks_to_gigabytes_is_refused_after_a_few(tmp_path, monkeypatch, method):
     """A log of 6 MB took 10.6 GB of memory."""
-    monkeypatch.setattr(foreign, "MAX_JSON_BYTES", MIB)
+    monkeypatch.setattr(inspect_logs, "MAX_JSON_BYTES", MIB)
     log = eval_log(tmp_path / "bomb.eval", [b'{"id": "' + bytes(64 * MIB)], method)
     with little_memory(48):
         message = refusal(log)
@@ -259,7 +260,7 @@ def test_samples_are_read_one_by_one(tmp_path, tool):
 
 
 def test_all_samples_of_a_log_together_have_a_bound(tmp_path, monkeypatch):
-    monkeypatch.setattr(foreign, "MAX_LOG_BYTES", MIB)
+    monkeypatch.setattr(inspect_logs, "MAX_LOG_BYTES", MIB)
     sample = {"id": 0, "input": "q" * 100_000, "target": ""}
     log = eval_log(tmp_path / "bomb.eval", [json.dumps(sample).encode()] * 20)
     assert f"{log} has more than 1,048,576 bytes, the most that are read of a log, unpacked" in refusal(log)
