@@ -2,5 +2,6 @@
 
 Read `coordinator.py` first, which is the protocol, and `member.py`, which is a rank's side of it. `serve.py` is the
 coordinator's process, `messages.py` has the format of messages, and `strangers.py` limits unknown connections.
-`division.py` divides rows, and `owners.py` the work of summing.
+`island.py` is an island as the coordinator knows it, and `choice.py` chooses those that train together. `division.py`
+divides rows, and `owners.py` the work of summing.
 """

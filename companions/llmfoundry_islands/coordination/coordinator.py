@@ -16,17 +16,22 @@ view, and it *waits* until then. The *leader* is the member that saves, and send
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from ipaddress import ip_address
-from itertools import combinations
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from llmfoundry_islands.coordination.division import Pace, Rate, divide, latest_seconds
+from llmfoundry_islands.coordination.choice import (
+    choose_joiners,
+    choose_members,
+    paces_of,
+    why_not_divisible,
+    why_refused,
+)
+from llmfoundry_islands.coordination.division import divide, latest_seconds
+from llmfoundry_islands.coordination.island import Island
 from llmfoundry_islands.coordination.member import View
 from llmfoundry_islands.coordination.messages import FROM_RANK, BadMessageError, Message, check_message
 from llmfoundry_islands.coordination.owners import busy_seconds, divide_sum
-from llmfoundry_lite.errors import ConfigError
 
 WORTH_MOVING = 0.95
 """Rows move if a batch is expected to take less than this fraction of its present time."""
@@ -41,8 +46,6 @@ MAX_SILENCES = 2
 """A batch may fail for this many `silence_seconds` with no island lost. Then the smallest island is evicted."""
 SECONDS_TO_BE_WHOLE = 30.0
 """Longest time between the first and the last hello of an island. A later rank counts as frozen."""
-MAX_TRIED = 10
-"""If all islands together cannot divide a batch, every combination of this many of the fastest is tried."""
 MAX_PAST = 1000
 """Number of ended launches that are remembered."""
 MAX_TICK_SECONDS = 1.0
@@ -51,65 +54,6 @@ MIN_BATCH_SECONDS = 1e-6
 """Shortest credible time for a batch."""
 SUMMED = ("bad", "samples", "tokens", "losses", "digest", "again")
 """Fields of reports whose sums over islands are in the commit."""
-
-
-@dataclass(kw_only=True)
-class Island:
-    """A launch, from the first hello of its ranks on."""
-
-    name: str
-    launch: str
-    size: int
-    """Number of ranks."""
-    first_hello_at: float
-    hellos: dict[int, Message] = field(default_factory=dict)
-    """Rank -> its hello, in order of arrival."""
-    connections: dict[int, int] = field(default_factory=dict)
-    """Rank -> the number of its connection."""
-    received_at: dict[int, float] = field(default_factory=dict)
-    """Rank -> the time of its last message."""
-    phases: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Rank -> its phase, and the bytes that it has exchanged, from its last heartbeat."""
-    prepared: Message | None = None
-    """Its report on the present batch. None until it has reported."""
-    rate: Rate = field(default_factory=Rate)
-    """Rows per second."""
-    link: Rate = field(default_factory=Rate)
-    """Bytes per second that come from other islands."""
-    is_leaving: bool = False
-    """It leaves after the last committed batch."""
-    has_state: bool = False
-    """It has the run's weights, so it may save them and send them to joiners."""
-    wait_reason: str = ""
-    """The last reason for waiting that was sent to it."""
-
-    @property
-    def has_all_ranks(self) -> bool:
-        return len(self.connections) == self.size
-
-    @property
-    def facts(self) -> Message:
-        """The hello of rank 0. Its facts about the island are those of all ranks."""
-        return self.hellos[0]
-
-    @property
-    def batch(self) -> int:
-        """Number of batches in its checkpoint. All ranks have restored the same one."""
-        first_hello = next(iter(self.hellos.values()))
-        return first_hello["batch"]
-
-    def describe(self) -> list[Message]:
-        """Return the messages that introduce this island to another: one for each rank.
-
-        They are not one message, because the boxes of all ranks may exceed MAX_BYTES.
-        """
-        descriptions = []
-        for hello in self.hellos.values():
-            description = {"kind": "member", "name": self.name, "launch": self.launch, "machine": self.facts["machine"]}
-            for key in ("size", "rank", "address", "boxes", "data_ranks"):
-                description[key] = hello[key]
-            descriptions.append(description)
-        return descriptions
 
 
 @dataclass(frozen=True)
@@ -236,7 +180,7 @@ class Coordinator:
 
     def _welcome(self, island: Island) -> None:
         """Refuse an island that is here now, or begin the run if it has not begun. Otherwise the island waits."""
-        refusal = self._refusal(island)
+        refusal = why_refused(island, self.islands)
         if refusal:
             self._refuse(island, refusal)
             return
@@ -421,14 +365,14 @@ class Coordinator:
         for name, island in self.islands.items():
             if name not in self.members and island.has_all_ranks and not island.is_leaving:
                 waiting.append(name)
-        joiners = self._choose_joiners(staying, waiting)
+        joiners = choose_joiners(staying, waiting, self.islands, self.num_rows)
         self._tell_those_who_wait([*staying, *joiners], [name for name in waiting if name not in joiners])
 
         # The islands that stay may be unable to divide a batch without those that go.
         left_out: list[str] = []
         some_leave = len(staying) < len(self.members)
         if some_leave and not joiners:
-            chosen = self._best_choice(staying)
+            chosen = choose_members(staying, self.islands, self.num_rows)
             left_out = [name for name in staying if name not in chosen]
             staying = chosen
 
@@ -444,7 +388,7 @@ class Coordinator:
         if num_batches < BATCHES_UNTIL_SURE:
             return False
         has_waited = num_batches >= BATCHES_BETWEEN_MOVES
-        paces = self._paces(self.members)
+        paces = paces_of(self.members, self.islands)
         expected_seconds = latest_seconds(divide(self.num_rows, paces), paces)
         present_seconds = latest_seconds(self.row_indices, paces)
         fraction = WORTH_MOVING if has_waited else WORTH_MOVING_SOON
@@ -474,7 +418,7 @@ class Coordinator:
     def _repeat(self, reason: str) -> None:
         """Begin a new epoch of the same batch, with the members that can divide it. The other members are evicted."""
         self.log(f"batch {self.batch + 1} is repeated: {reason}")
-        chosen = self._best_choice(self.members)
+        chosen = choose_members(self.members, self.islands, self.num_rows)
         self._send_away([name for name in self.members if name not in chosen])
         view = self._begin_epoch(chosen, [])
         for name in self.members:
@@ -508,7 +452,7 @@ class Coordinator:
         self.progress = Progress(None, math.inf)
         for name in self.members:
             self.islands[name].prepared = None
-        self.row_indices = divide(self.num_rows, self._paces(self.members))
+        self.row_indices = divide(self.num_rows, paces_of(self.members, self.islands))
         self.shares = divide_sum(self._links())
         num_rows = ", ".join(f"{name} {len(indices)}" for name, indices in self.row_indices.items())
         self.log(f"epoch {self.epoch}, batch {self.batch + 1}: {num_rows}; {self.leader} saves")
@@ -540,7 +484,7 @@ class Coordinator:
         if not founders or len(founders) < self.num_founders:
             return
         self.num_rows = self.islands[founders[0]].facts["rows"]
-        reason = self._why_not_divisible(founders)
+        reason = why_not_divisible(founders, self.islands, self.num_rows)
         if reason:
             for name in founders:
                 self._refuse(self.islands[name], reason)
@@ -552,94 +496,15 @@ class Coordinator:
             self.islands[name].has_state = True
         self._begin_epoch(furthest, [name for name in founders if name not in furthest])
 
-    def _refusal(self, island: Island) -> str:
-        """Return why an island cannot take part. The result is empty if it can.
-
-        It cannot if its ranks contradict each other, it cannot divide a batch alone, or it differs from another island.
-        """
-        common_facts = ("fingerprints", "rows", "microbatch", "unit", "batch", "data_ranks")
-        for hello in island.hellos.values():
-            if any(hello[key] != island.facts[key] for key in common_facts):
-                return f"{island.name}: its ranks differ in their configuration"
-        reason = self._why_not_divisible([island.name], island.facts["rows"])
-        if reason:
-            return reason
-        for other in self.islands.values():
-            if other is island or not other.has_all_ranks:
-                continue
-            reason = _difference(island, other)
-            if not reason and _tensors_of(other) != _tensors_of(island):
-                reason = f"{island.name} and {other.name} differ in their parameters; islands train one run"
-            reason = reason or _out_of_reach(island, other) or _out_of_reach(other, island)
-            if reason:
-                return reason
-        return ""
-
-    def _choose_joiners(self, members: list[str], waiting: list[str]) -> list[str]:
-        """Return the waiting islands with which the members can divide a batch.
-
-        An island that does not fit alone may fit together with another one, so all are tried again after each that
-        fits.
-        """
-        joiners: list[str] = []
-        remaining = list(waiting)
-        while remaining:
-            name = remaining.pop(0)
-            if self._can_divide([*members, *joiners, name]):
-                joiners.append(name)
-                remaining = [other for other in waiting if other not in joiners]
-        return joiners
-
     def _tell_those_who_wait(self, members: list[str], waiting: list[str]) -> None:
         """Tell each waiting island why it cannot join the members, if the reason is a new one. Sets `wait_reason`."""
         for name in waiting:
             island = self.islands[name]
-            reason = self._why_not_divisible([*members, name])
+            reason = why_not_divisible([*members, name], self.islands, self.num_rows)
             if reason != island.wait_reason:
                 island.wait_reason = reason
                 self._send(island, {"kind": "waits", "reason": reason}, rank_0_only=True)
                 self.log(f"{name} waits until other islands are here: {reason}")
-
-    def _best_choice(self, members: list[str]) -> list[str]:
-        """Return the members that go on if not all of them can divide a batch together: the fastest combination.
-
-        A combination that has the run's weights comes first. There is always one, because each island can divide a
-        batch alone (`_refusal`).
-        """
-        if self._can_divide(members):
-            return list(members)
-        rates = {name: pace.rate for name, pace in self._paces(members).items()}
-        fastest = sorted(members, key=lambda name: -rates[name])[:MAX_TRIED]
-
-        def quality(choice: Sequence[str]) -> tuple[bool, float]:
-            has_state = any(self.islands[name].has_state for name in choice)
-            return has_state, sum(rates[name] for name in choice)
-
-        choices = [choice for count in range(1, len(fastest) + 1) for choice in combinations(fastest, count)]
-        choices.sort(key=quality, reverse=True)
-        return sorted(next(choice for choice in choices if self._can_divide(choice)))
-
-    def _can_divide(self, names: Sequence[str]) -> bool:
-        return not self._why_not_divisible(names)
-
-    def _why_not_divisible(self, names: Sequence[str], num_rows: int | None = None) -> str:
-        """Return why these islands cannot divide a batch. The result is empty if they can."""
-        try:
-            divide(num_rows or self.num_rows, self._paces(names))
-        except ConfigError as error:
-            return str(error)
-        return ""
-
-    def _paces(self, names: Sequence[str]) -> dict[str, Pace]:
-        """Return the islands' paces: by measured rates if all of them have one, and else by `islands.weight`."""
-        are_measured = all(self.islands[name].rate.value for name in names)
-        paces = {}
-        for name in names:
-            island = self.islands[name]
-            rate = (are_measured and island.rate.value) or island.facts["weight"]
-            data_ranks = island.facts["data_ranks"]
-            paces[name] = Pace(data_ranks, island.facts["microbatch"], float(rate), data_ranks * island.facts["unit"])
-        return paces
 
     def _links(self) -> dict[str, float]:
         """Return the rates of the members' links in bytes per second. They are all 1 until every one is measured."""
@@ -712,7 +577,8 @@ class Coordinator:
         Without a `reason`, it is that the members and these islands cannot divide a batch together.
         """
         if not reason:
-            reason = self._why_not_divisible(sorted({*self.members, *names})) + "; the other islands carry on"
+            together = sorted({*self.members, *names})
+            reason = why_not_divisible(together, self.islands, self.num_rows) + "; the other islands carry on"
         for name in names:
             self._send(self.islands[name], {"kind": "evicted", "reason": reason})
             self._forget(self.islands[name])
@@ -765,50 +631,3 @@ class Coordinator:
         self._send_away(outdated, reason)
         self.is_over = False
         self._begin_if_all_here()
-
-
-def _difference(island: Island, other: Island) -> str:
-    """Return which setting differs between two islands that must train the same. The result is empty if none does."""
-    fingerprints = island.facts["fingerprints"]
-    other_fingerprints = other.facts["fingerprints"]
-    keys = sorted({*fingerprints, *other_fingerprints})
-    differing = [key for key in keys if fingerprints.get(key) != other_fingerprints.get(key)]
-    if not differing and island.facts["rows"] != other.facts["rows"]:
-        differing = ["global_train_batch_size"]
-    if not differing:
-        return ""
-    return f"{island.name} and {other.name} differ in {', '.join(differing)}; islands train one run"
-
-
-def _out_of_reach(island: Island, other: Island) -> str:
-    """Return why the ranks of `other` cannot reach those of `island`. The result is empty if no reason is known.
-
-    A loopback address is out of reach if the coordinator has seen the two islands' connections come from different
-    hosts (`host` of their hellos, which `serve` adds).
-    """
-    other_hosts = {hello.get("host") for hello in other.hellos.values()}
-    for hello in island.hellos.values():
-        listening_address, _ = hello["address"]
-        is_on_other_host = bool(other_hosts - {hello.get("host")})
-        if ip_address(listening_address).is_loopback and is_on_other_host:
-            return (
-                f"{island.name} listens at {listening_address}, where {other.name} on another host does not reach it; "
-                "give islands.address an address of its host"
-            )
-    return ""
-
-
-def _tensors_of(island: Island) -> dict[str, int]:
-    """Return each tensor's number of elements.
-
-    The boxes that an island's ranks hold of a tensor are equal, or do not overlap. So it is the sum over different
-    boxes.
-    """
-    different_boxes = {}
-    for hello in island.hellos.values():
-        for name, box in hello["boxes"].items():
-            different_boxes[name, str(box)] = box
-    sizes: dict[str, int] = {}
-    for (name, _), (_, lengths) in different_boxes.items():
-        sizes[name] = sizes.get(name, 0) + math.prod(lengths)
-    return sizes
