@@ -4,13 +4,17 @@ Each command imports what it needs when it runs, because a command line must ans
 """
 
 import json
-from typing import Annotated
+import sys
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
 from llmfoundry_lite.ranks.output import ignore_output_errors
+
+if TYPE_CHECKING:
+    from llmfoundry_lite.checkpoint.commit import Checkpoint
 
 runs = typer.Typer(
     help="List runs, and remove their old checkpoints.",
@@ -69,17 +73,24 @@ def prune_runs(
     set_aside: Annotated[
         bool, typer.Option("--set-aside", help="Also remove all saves that were set aside as damaged.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove what is listed.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="List what would be removed, and remove nothing. Reads no whole checkpoint."),
+    ] = False,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", help="Read the newest checkpoint of each run, and if it is intact, remove old ones."),
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List each file with its bytes.")] = False,
 ) -> None:
     """Remove old checkpoints of all runs below a folder or in a bucket, and list the bytes that this frees.
 
     Removes nothing without --yes. The newest intact checkpoint of a run always stays, and nothing is removed from a run
-    that has none. A removal that was killed is finished by the next one.
+    that has none. With --yes, intact means that every byte of it has the recorded hash. With --dry-run, only the sizes
+    and headers of its files are checked. A removal that was killed is finished by the next one.
     """
     from llmfoundry_lite.tables import console
-    from llmfoundry_ops.space import Retention, build_table, carry_out, describe_total, plan_runs
+    from llmfoundry_ops.space import Retention, build_table, carry_out, describe_total, plan_runs, verify_plans
 
     if dry_run == yes:
         raise UserError("runs prune: expected either --dry-run, which lists, or --yes, which removes what it lists")
@@ -97,6 +108,8 @@ def prune_runs(
         ignore_output_errors()
 
     plans = plan_runs(location, retention)
+    if yes:
+        plans = verify_plans(location, plans, retention, verify_and_tell)
     build_table(plans).print(console())
     if verbose:
         for plan in plans:
@@ -104,12 +117,27 @@ def prune_runs(
                 print(printable(f"{plan.folder}/{path}  {num_bytes:,} B"))
     if dry_run:
         print(describe_total(plans, "would free"))
+        if any(plan.removal.names for plan in plans):
+            print("the checkpoints that stay were not read, only their sizes and headers; --yes first reads the newest")
         return
 
     failures = carry_out(plans)
     if failures:
         raise CheckpointError(f"not everything was removed, the next prune goes on: {'; '.join(failures)}")
     print(describe_total(plans, "freed"))
+
+
+def verify_and_tell(run: str, checkpoint: "Checkpoint") -> None:
+    """Compare every byte of a checkpoint with its hash, and show the progress on standard error.
+
+    A large checkpoint has a bar at a terminal. Raises CheckpointError if it is not intact.
+    """
+    from llmfoundry_lite.cli.checkpoint import verify_with_progress
+    from llmfoundry_ops.space import format_size
+
+    size = format_size(checkpoint.manifest.num_bytes)
+    print(printable(f"verifying {checkpoint.name} of {run}, {size}"), file=sys.stderr, flush=True)
+    verify_with_progress(checkpoint)
 
 
 def parse_batches(text: str | None) -> int | None:

@@ -1,14 +1,16 @@
 """Retention over many runs, for `llmfoundry-lite runs prune`: what goes, and the bytes that this frees. No torch.
 
-The core's `plan_removal` (`checkpoint/retention.py`) decides for each run. `carry_out` removes the saves that were
-planned, what earlier removals have left behind, and parts of the log that no save refers to any more. It may run beside
-a launch that trains the run, as `checkpoint prune` may: it keeps the newest intact checkpoint, from which a launch
-would resume, and compares each save's id once more before it removes it.
+The core's `plan_removal` (`checkpoint/retention.py`) decides for each run, by sizes and headers. `verify_plans` then
+decides again for the runs that lose something, by the hashes of the newest save that stays. `carry_out` removes the
+saves that were planned, what earlier removals have left behind, and parts of the log that no save refers to any more.
+It may run beside a launch that trains the run, as `checkpoint prune` may: it keeps the newest intact checkpoint, from
+which a launch would resume, and compares each save's id once more before it removes it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from llmfoundry_lite.checkpoint.commit import Checkpoint
 from llmfoundry_lite.checkpoint.folder import Folder
@@ -45,6 +47,7 @@ class RunPlan:
     """Checkpoints of one run that retention removes."""
 
     run: str
+    found: FoundRun
     store: CheckpointStore | None = None
     removal: Removal = field(default_factory=Removal)
     files: dict[str, int] = field(default_factory=dict)
@@ -64,7 +67,7 @@ class RunPlan:
 
 
 def plan_runs(location: str, retention: Retention) -> list[RunPlan]:
-    """Plan the removals of all runs below a path or URL, without removing anything.
+    """Plan the removals of all runs below a path or URL, without removing anything, and without reading whole saves.
 
     A run that cannot be read has a note. Links to folders of runs or of checkpoints are not followed. Raises
     DataError if there is no run.
@@ -76,9 +79,23 @@ def plan_runs(location: str, retention: Retention) -> list[RunPlan]:
     return read_in_parallel(lambda run: plan_run(run, root, retention), found)
 
 
-def plan_run(run: FoundRun, root: Folder, retention: Retention) -> RunPlan:
-    """Plan the removals of one run below `root`. What goes wrong becomes a note, and nothing of the run is removed."""
-    plan = RunPlan(run=name_below(run.folder, root))
+def check_without_reading_all(checkpoint: Checkpoint) -> None:
+    """Check that all files of a checkpoint are there, and that their headers are intact. Raises CheckpointError."""
+    check_present(checkpoint)
+    check_structure(checkpoint)
+
+
+def plan_run(
+    run: FoundRun,
+    root: Folder,
+    retention: Retention,
+    verify: Callable[[Checkpoint], None] = check_without_reading_all,
+) -> RunPlan:
+    """Plan the removals of one run below `root`. What goes wrong becomes a note, and nothing of the run is removed.
+
+    `verify` raises CheckpointError for a checkpoint that is not intact. One that passes stays.
+    """
+    plan = RunPlan(run=name_below(run.folder, root), found=run)
     folder = run.folder
     if is_run_folder(run.names):
         if INSIDE_A_RUN not in run.names:
@@ -98,7 +115,7 @@ def plan_run(run: FoundRun, root: Folder, retention: Retention) -> RunPlan:
             keep_every_batches=retention.keep_every_batches,
             keep_names=keep_names,
             removes_set_aside=retention.removes_set_aside,
-            verify=_check_without_reading_all,
+            verify=verify,
             on_unsound=lambda name, error: plan.notes.append(f"{name} is {condition_of(error)}"),
         )
         plan.files = list_files(plan.store, plan.removal)
@@ -110,10 +127,24 @@ def plan_run(run: FoundRun, root: Folder, retention: Retention) -> RunPlan:
     return plan
 
 
-def _check_without_reading_all(checkpoint: Checkpoint) -> None:
-    """Check that all files of a checkpoint are there, and that their headers are intact. Raises CheckpointError."""
-    check_present(checkpoint)
-    check_structure(checkpoint)
+def verify_plans(
+    location: str, plans: Sequence[RunPlan], retention: Retention, verify: Callable[[str, Checkpoint], None]
+) -> list[RunPlan]:
+    """Plan again the runs that lose saves, one after the other, with the newest save that stays read as a whole.
+
+    verify: called with the name of a run and a checkpoint of it; raises CheckpointError if a byte of it is damaged. The
+        newest is read first. If it is damaged, it stays for a person, and the next one is read, until one passes.
+
+    Returns all plans. Nothing is removed from a run without a checkpoint that passes.
+    """
+    root = open_folder(location)
+    verified = []
+    for plan in plans:
+        if plan.removal.names:
+            verified.append(plan_run(plan.found, root, retention, partial(verify, plan.run)))
+        else:
+            verified.append(plan)
+    return verified
 
 
 def find_best(folder: Folder, candidates: Sequence[Candidate], retention: Retention) -> list[str]:

@@ -48,16 +48,26 @@ def test_each_run_keeps_its_newest_and_every_so_many(root, capsys):
     assert "freed 0 B: 0 saves of 0 runs" in capsys.readouterr().out
 
 
-def test_the_newest_intact_checkpoint_stays_whatever_is_asked(tmp_path, capsys):
-    for name in ("damaged", "none-intact"):
+def test_a_checkpoint_is_read_whole_before_older_ones_go(tmp_path, capsys):
+    for name in ("damaged", "none-intact", "nothing-to-remove"):
         saved(tmp_path / name, 1, 2, 3)
-    flip(tmp_path / "damaged/ba3/shard-00000.safetensors", 40)
+    flip(
+        tmp_path / "damaged/ba3/shard-00000.safetensors", 200_000
+    )  # in the tensor, where sizes and headers do not tell
     for batch in (1, 2, 3):
         (tmp_path / f"none-intact/ba{batch}/shard-00001.safetensors").unlink()
+    for batch in (1, 2):
+        shutil.rmtree(tmp_path / f"nothing-to-remove/ba{batch}")
+
+    assert prune(str(tmp_path), "--keep-last", "1", "--dry-run") == 0
+    out, err = capsys.readouterr()
+    assert "2 saves of 1 runs\nthe checkpoints that stay were not read, only" in out and err == ""
     assert prune(str(tmp_path), "--keep-last", "1", "--yes") == 0
+    out, err = capsys.readouterr()
     assert names(CheckpointStore(tmp_path / "damaged")) == ["ba3", "ba2"]
     assert names(CheckpointStore(tmp_path / "none-intact")) == ["ba3", "ba2", "ba1"]
-    assert "ba3 is incomplete; ba2 is incomplete; ba1 is incomplete" in capsys.readouterr().out
+    assert "ba3 is damaged" in out and "ba3 is incomplete; ba2 is incomplete; ba1 is incomplete" in out
+    assert err.splitlines() == [f"verifying ba{batch} of damaged, 808.4 kB" for batch in (3, 2)]
 
 
 class Killed(BaseException):
