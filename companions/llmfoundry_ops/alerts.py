@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bounded import MAX_NOTE_BYTES, parse_json
+from llmfoundry_lite.checkpoint.commit import COMMITTED
 from llmfoundry_lite.checkpoint.run_log import duration_text
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.files import open_no_link
@@ -30,6 +31,8 @@ MAX_REMEMBERED_BYTES = MAX_NOTE_BYTES
 """Bytes at the end of ALERTS that are read: several thousand events."""
 MAX_REASON_CHARACTERS = 2000
 """Characters of a reason that are kept. Linux passes no variable of more than 128 KiB to a program."""
+MAX_NAME_CHARACTERS = 40
+"""Longest name of a checkpoint that is passed on."""
 ENDS = ("preempted", "failed", "ended")
 """Events with which a launch is over."""
 SAVES_RECOVERED = "saves_recovered"
@@ -97,6 +100,15 @@ class Alert:
         return json.dumps(asdict(self)).encode()
 
 
+@dataclass(frozen=True, slots=True)
+class Untold:
+    """An earlier launch that has begun, and whose end was not told."""
+
+    observer_id: str
+    is_newest: bool
+    """No other launch has begun since, so that status.json is as this launch has left it."""
+
+
 class Messages:
     """Makes the messages of a run, and keeps a record of them in its run folder."""
 
@@ -133,8 +145,9 @@ class Messages:
         observer_id: that of another launch, if the event is of that one.
         """
         now = time.time()
+        last_saved = name_of_save(facts.last_saved)
         age_seconds = None
-        if facts.last_saved is not None and facts.saved_at is not None:
+        if last_saved is not None and facts.saved_at is not None:
             age_seconds = round(max(0.0, now - facts.saved_at), 1)
         reason = printable(reason)[:MAX_REASON_CHARACTERS] if reason else None
         alert = Alert(
@@ -146,7 +159,7 @@ class Messages:
             launch=facts.launch,
             batch=facts.batch,
             reason=reason,
-            last_saved=facts.last_saved,
+            last_saved=last_saved,
             last_saved_age_seconds=age_seconds,
             next=next_step or NEXT_STEPS[event],
             time=now,
@@ -162,27 +175,31 @@ class Messages:
         self._take(entry)
         return alert if is_wanted else None
 
-    def note_end(self, event: str, batch: int) -> None:
-        """Record the end of this launch, of which no message is sent, because a launch before has told the same."""
-        entry = {"time": time.time(), "event": event, "batch": batch, "is_sent": False, "observer": self._observer_id}
-        self.record(entry)
+    def note_end(self, event: str, batch: int, observer_id: str | None = None) -> None:
+        """Record the end of a launch of which no message is sent, because another message tells it.
 
-    def find_untold_launch(self) -> str | None:
-        """Return the id of the observer before this one if it has recorded no end of its launch; else None.
-
-        It was ended together with its launch then, as by a container that stops.
+        observer_id: that of another launch, if the end is of that one.
         """
-        began_before: str | None = None
+        observer_id = observer_id or self._observer_id
+        self.record({"time": time.time(), "event": event, "batch": batch, "is_sent": False, "observer": observer_id})
+
+    def find_untold_launches(self) -> list[Untold]:
+        """Find earlier launches whose observers have recorded a beginning and no end, in the order in which they began.
+
+        Each was ended together with its observer, as by a container that stops. Launches that came later, such as one
+        that was refused, do not tell its end.
+        """
+        began: list[str] = []
         ended: set[str] = set()
         for entry in _read_record(self.folder / ALERTS):
             observer_id = entry.get("observer")
             if not isinstance(observer_id, str) or observer_id == self._observer_id:
                 continue
             if entry.get("event") == "began":
-                began_before = observer_id
+                began.append(observer_id)
             elif entry.get("event") in ENDS:
                 ended.add(observer_id)
-        return None if began_before in ended else began_before
+        return [Untold(each, is_newest=each == began[-1]) for each in began if each not in ended]
 
     def record(self, entry: dict[str, Any]) -> None:
         """Append a line to the record. A disk that is full or read-only does not prevent a message."""
@@ -234,6 +251,15 @@ def _describe(alert: Alert) -> str:
     if alert.next != "nothing" and not is_said:
         parts.append(f"next: {alert.next}")
     return printable("; ".join(parts))
+
+
+def name_of_save(value: Any) -> str | None:
+    """Return a value of status.json if it is the name of a checkpoint, such as `ba200`; else None.
+
+    Anybody may have written the file, and receivers pass the name on.
+    """
+    is_name = isinstance(value, str) and len(value) <= MAX_NAME_CHARACTERS and COMMITTED.fullmatch(value)
+    return value if is_name else None
 
 
 class LossSpikes:

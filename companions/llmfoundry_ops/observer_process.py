@@ -105,6 +105,8 @@ class LaunchObserver:
         """Content of status.json before this launch."""
         self._num_launch_bytes: int = description["num_launch_bytes"]
         """Bytes of launches.jsonl before this launch, and of its own lines that were read."""
+        self._last_begun_before = self._read_last_begun()
+        """The newest line of launches.jsonl by a launch before this one that has trained."""
         self._last_line: dict[str, Any] | None = None
         """The newest line of launches.jsonl by this launch."""
         self._num_begun = 0
@@ -249,10 +251,14 @@ class LaunchObserver:
         return lines
 
     def _tell_launch_before(self) -> None:
-        """Tell the end of the launch before, if it was observed and ended together with its observer."""
-        observer_id = self.messages.find_untold_launch()
-        if observer_id is None:
+        """Tell the end of the last launch that was observed and ended together with its observer, if there is one.
+
+        If there are several, such as launches of a container that is killed while it starts, only one message is sent.
+        """
+        untold = self.messages.find_untold_launches()
+        if not untold:
             return
+        *earlier, last = untold
         before = self._status_before
         facts = Facts(
             batch=int(before.get("batch", 0)),
@@ -260,9 +266,33 @@ class LaunchObserver:
             last_saved=before.get("last_saved"),
             saved_at=number_of(before.get("saved_at")),
         )
-        reason = f"{TOLD_LATE}; {before['reason']}" if before.get("reason") else TOLD_LATE
-        event = END_EVENTS.get(str(before.get("status")), "failed")
-        self._tell(event, reason, facts=facts, observer_id=observer_id, next_step=NO_STEP)
+        # A launch that was refused since has written its own end to status.json.
+        end = before if last.is_newest else self._last_begun_before
+        event = END_EVENTS.get(str(end.get("status")), "failed")
+        reason = f"{TOLD_LATE}; {end['reason']}" if end.get("reason") else TOLD_LATE
+        if earlier:
+            reason += f"; {len(earlier):,} more before it ended in the same way"
+        for launch in earlier:
+            self.messages.note_end("failed", facts.batch, launch.observer_id)
+        self._tell(event, reason, facts=facts, observer_id=last.observer_id, next_step=NO_STEP)
+
+    def _read_last_begun(self) -> dict[str, Any]:
+        """Return the newest line of launches.jsonl by a launch that has begun to train; empty if there is none.
+
+        Its status is `running` if that launch has recorded no end.
+        """
+        last_line: dict[str, Any] = {}
+        begin = max(0, self._num_launch_bytes - MAX_HISTORY_BYTES)  # the first line may be cut off, and does not count
+        with contextlib.suppress(OSError):
+            for line in read_lines_at_most(self.folder / LAUNCHES, 2 * MAX_HISTORY_BYTES, LAUNCHES, begin=begin):
+                begin += len(line)
+                if begin > self._num_launch_bytes:
+                    break
+                with contextlib.suppress(ValueError):
+                    content = parse_json(line)
+                    if isinstance(content, dict) and content.get("has_begun") is True:
+                        last_line = content
+        return last_line
 
     def _follow_saves(self) -> None:
         """Tell that saves fail, once for several in a row, and that one has succeeded again."""

@@ -12,7 +12,7 @@ from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.ranks.identity import describe_process
 from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, read_status, write_ended_early, write_status
 from llmfoundry_ops.alerts import ALERTS, IN_A_ROW, WINDOW, LossSpikes
-from llmfoundry_ops.observer_process import LaunchObserver
+from llmfoundry_ops.observer_process import TOLD_LATE, LaunchObserver
 
 
 class Clock:
@@ -212,6 +212,39 @@ def test_the_end_of_a_launch_whose_observer_died_is_told_by_the_next(folder):
     launch.write("done", 4)
     launch.end()
 
+    launch = Launch(folder)
+    launch.write("running", 4)
+    assert launch.look() == ["began"]
+
+
+def test_the_end_of_a_launch_is_told_also_if_a_refused_one_came_between(folder):
+    killed = Launch(folder)
+    killed.train(1, 2, 3, last_saved="ba2", saved_at=1.0)
+    killed.look()
+    killed.die()
+    Launch(folder)  # it is killed before it begins to train
+    refused = Launch(folder)
+    write_ended_early(folder, "failed", "data/c4 is missing")
+    refused.end()
+
+    launch = Launch(folder)
+    launch.write("running", 2)
+    assert launch.look() == ["began", "failed"]
+    late = launch.told[-1]
+    assert (late.batch, late.last_saved) == (3, "ba2")
+    assert late.reason == f"{TOLD_LATE}; 1 more before it ended in the same way"
+    launch.write("preempted", 3, "preempted by SIGTERM")
+    launch.look()  # and its observer is killed before it tells
+
+    refused = Launch(folder)
+    write_ended_early(folder, "failed", "data/c4 is missing")
+    refused.end()
+    launch = Launch(folder)
+    launch.write("running", 3)
+    assert launch.look() == ["began", "preempted"]
+    assert launch.told[-1].reason == f"{TOLD_LATE}; preempted by SIGTERM"
+    launch.write("done", 4)
+    launch.end()
     launch = Launch(folder)
     launch.write("running", 4)
     assert launch.look() == ["began"]
