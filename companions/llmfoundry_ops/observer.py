@@ -11,17 +11,25 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
+from llmfoundry_lite.checkpoint.run_log import number_of
 from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.config.load_train import Observed
 from llmfoundry_lite.ranks.identity import describe_this_process
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 from llmfoundry_lite.ranks.status import LAUNCHES, read_status
+from llmfoundry_ops.alerts import name_of_save
 
 CLOSE_SECONDS = 5.0
 """Longest time that the end of a launch waits for its last alert. `composer` kills ranks 30 s after a signal, and a
 launch may use 20 s of them (`preemption_grace_seconds`)."""
+MAX_DESCRIPTION_BYTES = 1 << 16
+"""Bytes that a pipe holds on Linux. A longer description would make the launch wait until the process reads it."""
+MAX_STATUS_CHARACTERS = 1000
+"""Characters that are kept of a text in the status of the launch before."""
 
 
 class Observer:
@@ -54,7 +62,10 @@ class Observer:
 
 
 def _describe(launch: Observed) -> bytes:
-    """Return what the process has to know, as a line of JSON: the launch, and the run folder as it is before it."""
+    """Return what the process has to know, as a line of JSON: the launch, and the run folder as it is before it.
+
+    Raises OSError if that is too long.
+    """
     launches = launch.run_folder / LAUNCHES
     num_launch_bytes = 0
     with suppress(OSError):
@@ -66,10 +77,31 @@ def _describe(launch: Observed) -> bytes:
         "metrics_port": launch.metrics_port,
         "metrics_host": launch.metrics_host,
         "process": describe_this_process(),
-        "status_before": read_status(launch.run_folder),
+        "status_before": _read_status_before(launch.run_folder),
         "num_launch_bytes": num_launch_bytes,
     }
-    return json.dumps(description).encode() + b"\n"
+    line = json.dumps(description).encode() + b"\n"
+    if len(line) > MAX_DESCRIPTION_BYTES:
+        raise OSError(f"alerts: the block has {len(line):,} bytes as JSON, expected at most {MAX_DESCRIPTION_BYTES:,}")
+    return line
+
+
+def _read_status_before(folder: Path) -> dict[str, Any] | None:
+    """Return those keys of the status before this launch that the process uses; None if there is no status.
+
+    Anybody may have written the file, which may have a megabyte. So texts are cut off, and a value that no launch
+    writes counts as absent.
+    """
+    content = read_status(folder)
+    if content is None:
+        return None
+    return {
+        "status": content["status"][:MAX_STATUS_CHARACTERS],
+        "batch": content["batch"],
+        "reason": (content.get("reason") or "")[:MAX_STATUS_CHARACTERS] or None,
+        "last_saved": name_of_save(content.get("last_saved")),
+        "saved_at": number_of(content.get("saved_at")),
+    }
 
 
 def _start(description: bytes) -> subprocess.Popen[bytes]:

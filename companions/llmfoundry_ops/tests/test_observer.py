@@ -17,11 +17,14 @@ import psutil
 import pytest
 
 from llmfoundry_lite import launch_train
+from llmfoundry_lite.config.callbacks_schema import AlertsConfig
+from llmfoundry_lite.config.load_train import Observed
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.ranks import status
 from llmfoundry_lite.ranks.ending import raise_when_interrupted
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
-from llmfoundry_lite.ranks.status import read_status
+from llmfoundry_lite.ranks.status import read_status, write_status
+from llmfoundry_ops.observer import MAX_DESCRIPTION_BYTES, _describe
 from llmfoundry_ops.tests.receiving import receiving
 from tests.helpers.launch import PATHS, ROOT
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
@@ -69,6 +72,21 @@ def test_a_kill_of_the_launch_is_told_and_the_observer_ends(server, tmp_path):
     wait_until(lambda: not observer.is_running())
     assert server.events == ["began", "failed"]
     assert "hunter2" not in (tmp_path / "tiny/alerts.jsonl").read_text()
+
+
+def test_what_the_observer_gets_fits_into_a_pipe(tmp_path):
+    """A status.json of a megabyte, which anybody may have written, would otherwise block the launch."""
+    strange = {"last_saved": "ba" + "1" * 300_000, "saved_at": "now", "notes": ["x" * 1000] * 100}
+    write_status(tmp_path, "failed", 5, "out of memory " + "\N{SNOWMAN}" * 100_000, **strange)
+    alerts = AlertsConfig(command=["true"])
+    description = json.loads(_describe(Observed("tiny", tmp_path, alerts, None, "")))
+    before = description["status_before"]
+    assert (before["status"], before["batch"], before["last_saved"], before["saved_at"]) == ("failed", 5, None, None)
+    assert before["reason"].startswith("out of memory ")
+    assert len(json.dumps(description)) < MAX_DESCRIPTION_BYTES
+    too_long = AlertsConfig(command=["true", "x" * MAX_DESCRIPTION_BYTES])
+    with pytest.raises(OSError, match=r"alerts: the block has 7.* bytes as JSON, expected at most 65,536"):
+        _describe(Observed("tiny", tmp_path, too_long, None, ""))
 
 
 def test_the_end_is_told_before_the_launch_exits_and_sigterm_does_not_prevent_it(server, tmp_path):
@@ -137,7 +155,7 @@ class SignalledObserver:
 
 
 def test_a_signal_while_the_last_alert_is_sent_does_not_replace_the_error(monkeypatch):
-    monkeypatch.setattr(launch_train, "find_observed", lambda arguments, given: object())
+    monkeypatch.setattr(launch_train, "find_observed", lambda *arguments, **named: object())
     monkeypatch.setattr(launch_train.companions, "load", lambda *arguments: SignalledObserver)
     handlers_before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
     raise_when_interrupted()
