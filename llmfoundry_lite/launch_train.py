@@ -28,13 +28,15 @@ from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import (
     DRY_RUNS,
     LoadedTrain,
+    MergedFiles,
     Observed,
     find_observed,
     find_run_folder,
     load_train_config,
+    merge_files,
 )
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.errors import EXIT_MEANINGS, printable
+from llmfoundry_lite.errors import EXIT_MEANINGS, ConfigError, printable
 from llmfoundry_lite.ranks import signals, status
 from llmfoundry_lite.ranks.ending import (
     Preempted,
@@ -109,12 +111,14 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
     Returns the configuration, or None after a dry run. Raises UserError for what the user can fix, and what `train`
     raises.
     """
-    with observed(arguments, given):
-        return _launch(arguments, given)
+    with observed(arguments, given) as merged:
+        return _launch(arguments, given, merged)
 
 
-def _launch(arguments: Sequence[str], given: Mapping[str, Any] | None) -> TrainConfig | None:
-    """Check, then train or print what a dry run prints, as `launch` describes."""
+def _launch(
+    arguments: Sequence[str], given: Mapping[str, Any] | None, merged: MergedFiles | None
+) -> TrainConfig | None:
+    """Check, then train or print what a dry run prints, as `launch` describes. `merged` is as in `check`."""
     # A launch has more patience with a server that does not answer than a command, which may run it in its own process
     # and have set a limit.
     is_main = this_rank().rank == 0
@@ -125,7 +129,7 @@ def _launch(arguments: Sequence[str], given: Mapping[str, Any] | None) -> TrainC
     # If the checks fail on one rank, the launcher sends SIGTERM to the others. It is delayed, so that they report the
     # same error instead of a preemption.
     with sigterm_delayed():
-        checked = check(arguments, given)
+        checked = check(arguments, given, merged)
         invocation = checked.invocation
         config = invocation.config
         watch_for_failures_on_other_nodes(Path(config.run_folder))
@@ -156,25 +160,33 @@ def _launch(arguments: Sequence[str], given: Mapping[str, Any] | None) -> TrainC
 @contextlib.contextmanager
 def observed(
     arguments: Sequence[str], given: Mapping[str, Any] | None = None, *, is_launcher: bool = False
-) -> Iterator[None]:
+) -> Iterator[MergedFiles | None]:
     """Let a process beside this one observe the launch in the block, if the run has `alerts` or `metrics_port`.
 
     The arguments are those of `launch`. Rank 0 starts that process, or the launcher that restarts the ranks
     (`is_launcher`). It reads the run folder alone. At the end of the block, this one waits some seconds until the last
     alert is delivered, because a container or a job ends with its main process.
+
+    Yields the files and arguments as far as they were read, for `check`; None if they were not.
     """
     is_only_printed = bool({"-h", "--help", *DRY_RUNS} & set(arguments))
-    launch = None if is_only_printed else find_observed(arguments, given=given)
+    if is_only_printed:
+        yield None
+        return
+    merged = None
+    with contextlib.suppress(ConfigError):  # `check` meets the error again, and records it
+        merged = merge_files(arguments, given)
+    launch = find_observed(arguments, given=given, merged=merged)
     is_possible = companions.is_installed("llmfoundry_ops")  # without it, `check` refuses the run
     if launch is None or not is_possible:
-        yield
+        yield merged
         return
 
     starts_it = this_rank().rank == 0 and OBSERVED not in os.environ
     status.is_observed = True
     try:
         with _observer_of(launch, is_launcher=is_launcher) if starts_it else contextlib.nullcontext():
-            yield
+            yield merged
     finally:
         status.is_observed = False
 
@@ -206,11 +218,14 @@ def _observer_of(launch: Observed, *, is_launcher: bool) -> Iterator[None]:
             del os.environ[OBSERVED]
 
 
-def check(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> CheckedLaunch:
+def check(
+    arguments: Sequence[str], given: Mapping[str, Any] | None = None, merged: MergedFiles | None = None
+) -> CheckedLaunch:
     """Check the configuration, the installed packages, the data and the tokenizer, before torch is imported.
 
-    Every rank does this without the others. `arguments` and `given` are as in `launch`. Lines to print are added to the
-    `notes` of the invocation that is returned.
+    Every rank does this without the others. `arguments` and `given` are as in `launch`, and `merged` is what `observed`
+    has read of them; None to read them here. Lines to print are added to the `notes` of the invocation that is
+    returned.
 
     Raises UserError. Unless this is a dry run, the error is also recorded in the run folder, if an earlier launch has
     created one.
@@ -220,7 +235,7 @@ def check(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> C
         # A dry run may have a WORLD_SIZE without a launcher: WORLD_SIZE=16 shows how 16 ranks would divide the run.
         if not is_dry_run:
             check_launch()
-        invocation = load_train_config(arguments, given=given)
+        invocation = load_train_config(arguments, given=given, merged=merged)
         config = invocation.config
 
         # Dry runs of the kinds `plan` and `full` describe the launch for any machine, so they need no data and no

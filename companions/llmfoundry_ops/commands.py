@@ -31,8 +31,8 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
     from llmfoundry_lite.ranks.status import read_status
     from llmfoundry_ops.launcher import Launcher, Program
 
-    with observed(arguments, is_launcher=True):
-        config = check(arguments)[0].config
+    with observed(arguments, is_launcher=True) as merged:
+        config = check(arguments, merged=merged).invocation.config
         prepare_environment(config)
         program = Program("llmfoundry_lite.launch_train", "llmfoundry_lite.training.train", HEAVY)
         logs = log_dir or Path(config.run_folder) / "logs"

@@ -7,6 +7,7 @@ less than a second.
 """
 
 import contextlib
+import copy
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -43,6 +44,13 @@ class Observed(NamedTuple):
     metrics_host: str
 
 
+class MergedFiles(NamedTuple):
+    """The files and arguments of a launch after they were read and merged, and before their keys are checked."""
+
+    layers: list[ConfigLayer]
+    values: dict[str, Any]
+
+
 class LoadedTrain(NamedTuple):
     """Meaning of the command-line arguments of a training launch."""
 
@@ -54,8 +62,21 @@ class LoadedTrain(NamedTuple):
     reason for each), and keys that may not do what they seem to."""
 
 
+def merge_files(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> MergedFiles:
+    """Read and merge the files and arguments of a launch, for `find_observed` and `load_train_config`.
+
+    The arguments are those of `load_train_config`. Raises ConfigError if they cannot be read and merged, or if an
+    overlay sets a key that it may not set.
+    """
+    layers = read_layers(_without_options(arguments), given=given)
+    return MergedFiles(layers, merge_layers(layers, TrainConfig))
+
+
 def load_train_config(
-    arguments: Sequence[str], environ: Mapping[str, str] = os.environ, given: Mapping[str, Any] | None = None
+    arguments: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    given: Mapping[str, Any] | None = None,
+    merged: MergedFiles | None = None,
 ) -> LoadedTrain:
     """Turn the arguments of a training launch into a checked configuration.
 
@@ -63,14 +84,14 @@ def load_train_config(
 
     `arguments` are YAML files, `key=value` pairs and the options of DRY_RUNS. Later files override earlier ones,
     `key=value` pairs override all files, and all of them override `given`, the configuration of a program that calls
-    the library. `environ` are the environment variables.
+    the library. `environ` are the environment variables. `merged` is what `merge_files` has returned for these
+    arguments, so that they are not read again; its values are changed.
 
     Raises ConfigError, whose line names the file, the key, what was given, and what was expected.
     """
     # Read and merge the files and arguments.
     dry_run = _read_options(arguments)
-    layers = read_layers(_without_options(arguments), given=given)
-    values = merge_layers(layers, TrainConfig)
+    layers, values = merged or merge_files(arguments, given)
     notes = [layer.note for layer in layers if layer.note]
 
     # Refuse keys of LLM Foundry that this package does not have, or drop them with a note.
@@ -153,14 +174,18 @@ def find_run_folder(
 
 
 def find_observed(
-    arguments: Sequence[str], environ: Mapping[str, str] = os.environ, given: Mapping[str, Any] | None = None
+    arguments: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    given: Mapping[str, Any] | None = None,
+    merged: MergedFiles | None = None,
 ) -> Observed | None:
     """Return what a process beside a launch needs to send alerts and to serve metrics; None if the run has neither.
 
-    The arguments are those of `load_train_config`. Other keys are not checked, so that a refused launch sends an alert
-    too. Keys of these two that are not valid count as left out; `load_train_config` refuses them.
+    The arguments are those of `load_train_config`; `merged` is not changed. Other keys are not checked, so that a
+    refused launch sends an alert too. Keys of these two that are not valid count as left out; `load_train_config`
+    refuses them.
     """
-    values = _read_unchecked(arguments, environ, given)
+    values = _read_unchecked(arguments, environ, given, merged)
     if values is None:
         return None
     alerts = None
@@ -177,16 +202,22 @@ def find_observed(
 
 
 def _read_unchecked(
-    arguments: Sequence[str], environ: Mapping[str, str], given: Mapping[str, Any] | None
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    given: Mapping[str, Any] | None,
+    merged: MergedFiles | None = None,
 ) -> dict[str, Any] | None:
     """Return the merged values of a launch's files and arguments, with its name and folder, without checking them.
 
-    Returns None if the files cannot be read and merged, if the run has no valid name, or if a companion that is not
-    installed would choose a folder within the run's folder.
+    They are a copy of those in `merged`, or are read. Returns None if the files cannot be read and merged, if the run
+    has no valid name, or if a companion that is not installed would choose a folder within the run's folder.
     """
     try:
-        layers = read_layers(_without_options(arguments), check_overlays=False, given=given)
-        values = merge_layers(layers, TrainConfig)
+        if merged is not None:
+            layers, values = merged.layers, copy.deepcopy(merged.values)
+        else:
+            layers = read_layers(_without_options(arguments), check_overlays=False, given=given)
+            values = merge_layers(layers, TrainConfig)
         _set_names(values, layers, environ)
     except ConfigError:
         return None

@@ -2,6 +2,9 @@
 
 import pytest
 
+from llmfoundry_lite import launch_train
+from llmfoundry_lite.config import layers
+from llmfoundry_lite.config.auto_hardware import Choice
 from llmfoundry_lite.config.load_train import find_observed, load_train_config
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.errors import ConfigError
@@ -65,3 +68,32 @@ def test_alerts_are_found_also_where_another_key_is_refused():
     assert (found.run_name, found.metrics_port, found.metrics_host) == ("mpt-quickstart", 9400, "127.0.0.1")
     assert find_observed(["mpt-quickstart"], {}) is None
     assert find_observed(["mpt-quickstart", f"alerts.webhook={SECRET}"], {}) is None
+
+
+class Loaded(BaseException):
+    pass
+
+
+def test_files_are_read_once_for_the_observer_and_the_configuration(monkeypatch):
+    choices = []
+    found = []
+
+    def choose_overlay():
+        choices.append(layers.AUTO)
+        return Choice({"precision": "fp32"}, "")
+
+    def find(*arguments, **named):
+        found.append(find_observed(*arguments, **named))
+
+    def load_and_stop(*arguments, **named):
+        raise Loaded(load_train_config(*arguments, **named).config)
+
+    monkeypatch.setattr(layers, "choose_overlay", choose_overlay)
+    monkeypatch.setattr(launch_train, "find_observed", find)
+    monkeypatch.setattr(launch_train, "load_train_config", load_and_stop)
+    arguments = ["mpt-quickstart", FROM_ENV, "hardware=auto", "metrics_port=9400", "save_folder=a/{run_name}"]
+    with pytest.raises(Loaded) as caught:
+        launch_train.launch(arguments)
+    assert len(choices) == 1
+    assert as_dict(caught.value.args[0]) == as_dict(load_train_config(arguments).config)
+    assert found == [find_observed(arguments)]
