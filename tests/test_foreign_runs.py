@@ -63,7 +63,7 @@ def world(tmp_path_factory):
     config["environment"] = {"LD_PRELOAD": str(folder / "evil/x.so"), "PYTHONPATH": str(folder / "evil")}
     config["icl_tasks"] = [{"label": "x", "dataset_uri": url, "icl_task_type": "python:subprocess:Popen"}]
     config["compile_config"] = {"options": {"cpp.cxx": str(folder / "evil/cxx")}}
-    config |= {"variables": {"x": url}, "metadata": {"x": "${oc.env:SECRET}"}, "load_path": url}
+    config |= {"variables": {"x": url}, "metadata": {"x": "${oc.env:SECRET}"}, "load_path": url, "save_fallback": url}
     write_run(folder / "run", config, (3, 6))
     write_run(folder / "tagged", config, (3, 6))
     text = f"!!python/object/apply:os.system ['touch {folder / 'marker'}']"

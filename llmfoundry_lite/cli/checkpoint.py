@@ -105,9 +105,30 @@ def list_checkpoints(location: Location) -> None:
     """List the checkpoints of a run, newest first.
 
     Incomplete checkpoints come last: those whose manifest cannot be read, and those with a file that is missing or has
-    another size. `verify` also checks the hash of every byte.
+    another size. `verify` also checks the hash of every byte. If the run has a save_fallback that this machine can
+    read, the saves there follow.
     """
-    store, candidates = list_candidates(location)
+    store: CheckpointStore | None = None
+    candidates: list[Candidate] = []
+    error: CheckpointError | None = None
+    try:
+        store, candidates = list_candidates(location)
+    except CheckpointError as first_error:
+        if "://" in location:
+            raise
+        error = first_error  # of a run folder, which may name a second place
+    if store is not None:
+        print_candidates(store, candidates)
+
+    has_second_saves = print_second_place(location, candidates)
+    if error is not None and not has_second_saves:
+        raise error
+    if error is not None:
+        print_line(str(error), file=sys.stderr)
+
+
+def print_candidates(store: CheckpointStore, candidates: Sequence[Candidate]) -> None:
+    """Print the checkpoints of a store: those that are complete as a table, and a line for each other one."""
     with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="checkpoint-look") as pool:
         faults = list(pool.map(find_fault, candidates))
     print_line(store.root.url)
@@ -130,6 +151,37 @@ def list_checkpoints(location: Location) -> None:
         print_line(
             f"{name} is a checkpoint by another name: runs pass it over; give its own path, or rename it to ba<batch>"
         )
+
+
+def print_second_place(location: str, candidates: Sequence[Candidate]) -> bool:
+    """Print the checkpoints in a run's `save_fallback`, or why they are not known. Returns whether there are any.
+
+    location: the run folder, or the folder of checkpoints.
+    candidates: the checkpoints there, whose newest manifest has the configuration where the run folder is not at hand.
+    """
+    from llmfoundry_lite.report.reading import CONFIG, read_config, read_second_place
+
+    folder = open_folder(location)
+    config = None
+    with contextlib.suppress(OSError):
+        if folder.child(CONFIG).exists():
+            config = read_config(folder)
+    for candidate in candidates:
+        if config is None and candidate.checkpoint is not None:
+            config = candidate.checkpoint.manifest.config
+    place = read_second_place(folder, config if isinstance(config, dict) else None)
+    if place is None:
+        return False
+    print_line()
+    if place.problem:
+        print_line(f"saves in save_fallback are not known: {place.location} is {place.problem}")
+        return False
+    if not place.candidates:
+        print_line(f"no saves in save_fallback {place.location}")
+        return False
+    print_line("save_fallback")
+    print_candidates(CheckpointStore(place.location), place.candidates)
+    return True
 
 
 def find_fault(candidate: Candidate) -> CheckpointError | None:

@@ -27,7 +27,7 @@ from llmfoundry_lite.checkpoint.run_log import (
     read_lines,
     read_log,
 )
-from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
+from llmfoundry_lite.checkpoint.store import Candidate, Checkpoint, CheckpointStore
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.yaml_text import block_in, read_record
@@ -140,6 +140,7 @@ def read_recorded(location: str, allowed_protocols: Collection[str] = OBJECT_STO
         if config is None:
             config = newest.manifest.config
         lines = add_carried_log(content, newest, notes)
+    notes += describe_second_place(read_second_place(folder, config, allowed_protocols), newest)
 
     # Parse the log, and note what it lacks.
     if not is_run_directory and not lines and not launches:
@@ -324,20 +325,87 @@ def find_checkpoint_folder(
     """
     default_folder = folder.child("checkpoints")
     save_folder = str((config or {}).get("save_folder") or default_folder.url)
-    protocol, separator, _ = save_folder.partition("://")
-    is_local = not separator or protocol in ("file", "local")
-    is_inside_run = save_folder.startswith(f"{folder.url.rstrip('/')}/")
-    is_resolved = "${" not in save_folder and "\0" not in save_folder
-    if is_resolved and (is_local or is_inside_run or protocol in allowed_protocols):
+    if may_open(save_folder, folder, allowed_protocols):
         return save_folder
     return default_folder.url if default_folder.exists() else None
+
+
+def may_open(location: str, folder: Folder, allowed_protocols: Collection[str]) -> bool:
+    """Return whether a place that the recorded configuration of the run in `folder` names may be opened unasked.
+
+    `find_checkpoint_folder` has the rule.
+    """
+    protocol, separator, _ = location.partition("://")
+    is_local = not separator or protocol in ("file", "local")
+    is_inside_run = location.startswith(f"{folder.url.rstrip('/')}/")
+    is_resolved = "${" not in location and "\0" not in location
+    return is_resolved and (is_local or is_inside_run or protocol in allowed_protocols)
 
 
 def explain_unopened_folder(config: dict[str, Any] | None) -> str:
     """Say why the `save_folder` in a recorded configuration is not opened, and what to give instead."""
     save_folder = str((config or {}).get("save_folder"))
-    reason = "not resolved here" if "${" in save_folder else "not opened unasked"
-    return f"its checkpoints are in {save_folder}, which is {reason}; give that folder instead"
+    return (
+        f"its checkpoints are in {save_folder}, which is {_reason_not_to_open(save_folder)}; give that folder instead"
+    )
+
+
+def _reason_not_to_open(location: str) -> str:
+    """Return why a place that a recorded configuration names is not opened."""
+    return "not resolved here" if "${" in location else "not opened unasked"
+
+
+@dataclass(frozen=True, slots=True)
+class SecondPlace:
+    """The `save_fallback` of a recorded configuration: where saves went while those to `save_folder` failed."""
+
+    location: str
+    candidates: list[Candidate]
+    """Checkpoints there, newest first. Some may not be readable."""
+    problem: str
+    """Why they are not known; empty if they are."""
+
+
+def read_second_place(
+    folder: Folder, config: dict[str, Any] | None, allowed_protocols: Collection[str] = OBJECT_STORES
+) -> SecondPlace | None:
+    """List the checkpoints in a run's second place; None if its recorded configuration names none.
+
+    Anybody may have written the configuration of the run in `folder`, so the place is opened by the same rule as its
+    `save_folder` (`find_checkpoint_folder`).
+    """
+    location = (config or {}).get("save_fallback")
+    if not isinstance(location, str) or not location:
+        return None
+    if not may_open(location, folder, allowed_protocols):
+        return SecondPlace(location, [], f"{_reason_not_to_open(location)}; give that folder to list its saves")
+    try:
+        opened = open_folder(location)
+        if opened.path_here is not None and not opened.exists():
+            return SecondPlace(location, [], "not on this machine")
+        return SecondPlace(location, CheckpointStore(location).candidates(), "")
+    except (CheckpointError, OSError) as error:
+        return SecondPlace(location, [], f"not readable here: {error}")
+
+
+def describe_second_place(place: SecondPlace | None, newest: Checkpoint | None) -> list[str]:
+    """Return notes on a run's second place: its saves, and whether one is newer than `newest`, the newest of the first.
+
+    There are none if the run has no second place, or no save is there.
+    """
+    if place is None:
+        return []
+    if place.problem:
+        return [f"saves in save_fallback are not known: {place.location} is {place.problem}"]
+    if not place.candidates:
+        return []
+    names = ", ".join(candidate.name for candidate in place.candidates)
+    note = f"save_fallback {place.location} holds {names}"
+    readable = [candidate for candidate in place.candidates if candidate.head is not None]
+    head = newest.manifest.head if newest is not None else None
+    if readable and (head is None or readable[0].recency > (head.lease_epoch, head.batch)):
+        note += f"; {readable[0].name} is newer than what save_folder has; `checkpoint copy` copies it there"
+    return [note]
 
 
 def find_newest_checkpoint(folder: str, notes: list[str]) -> Checkpoint | None:

@@ -11,13 +11,16 @@ from llmfoundry_lite.checkpoint import fallback
 from llmfoundry_lite.checkpoint.commit import DRAFT
 from llmfoundry_lite.checkpoint.fallback import CopyBack, copy_checkpoint
 from llmfoundry_lite.checkpoint.lease import LeaseRequest
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.run_log import read_log, write_log
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, verify_checkpoint
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import CheckpointError
-from tests.checkpoint.saves import flip, names, save, write_draft
+from llmfoundry_lite.report.reading import read_recorded, read_second_place
+from tests.checkpoint.saves import flip, names, save, saved, write_draft
+from tests.helpers.reported import record, write_run
 
 
 def open_places(tmp_path: Path, second: str = "second") -> CheckpointStore:
@@ -53,6 +56,37 @@ def test_the_newest_checkpoint_of_both_places_is_found_by_lease_and_batch(tmp_pa
     search = first.newest_intact(verify_checkpoint)
     assert search.checkpoint is not None and search.checkpoint.url == f"{tmp_path}/first/ba2"
     assert list(search.passed_over) == [f"{tmp_path}/second/ba4"]
+
+
+def test_the_saves_of_the_second_place_are_listed_and_reported(tmp_path, capsys):
+    run = tmp_path / "run"
+    write_run(run, [record(1), record(2)], save_fallback=str(tmp_path / "second"))
+    assert main.run(["checkpoint", "ls", str(run)]) == 2
+    out, err = capsys.readouterr()
+    assert f"saves in save_fallback are not known: {tmp_path}/second is not on this machine" in out
+    assert "no checkpoints here" in err
+
+    saved(tmp_path / "second", 4)
+    assert main.run(["checkpoint", "ls", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert out.split()[:2] == ["save_fallback", f"{tmp_path}/second"] and "ba4" in out and "no checkpoints here" in err
+    saved(run / "checkpoints", 2)
+    assert main.run(["checkpoint", "ls", str(run)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if " MB " in line] == ["ba2", "ba4"]
+    assert f"save_fallback {tmp_path}/second holds ba4; ba4 is newer than what save_folder has; " in " ".join(
+        read_recorded(str(run)).notes
+    )
+
+
+def test_a_second_place_that_a_stranger_may_have_written_is_not_opened(tmp_path):
+    folder = open_folder(tmp_path)
+    for location in ("http://10.0.0.1/saves", "sftp://host/saves", "memory://second/saves"):
+        place = read_second_place(folder, {"save_fallback": location})
+        assert place is not None and place.problem == "not opened unasked; give that folder to list its saves"
+    for location in ("${oc.env:HOME}/saves", "/tmp/\0"):
+        place = read_second_place(folder, {"save_fallback": location})
+        assert place is not None and place.problem.startswith("not ")
+    assert [read_second_place(folder, {"save_fallback": value}) for value in (None, 7, [], "")] == [None] * 4
 
 
 def test_a_place_that_cannot_be_listed_is_no_empty_place(tmp_path):
