@@ -19,11 +19,13 @@ if __name__ == "__main__":
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmfoundry_lite import companions, dry_run, preflight
 from llmfoundry_lite.checkpoint import remote_folder
+from llmfoundry_lite.checkpoint.start import publish_early_end
 from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import (
     DRY_RUNS,
@@ -149,7 +151,8 @@ def _launch(
 
     # Import torch and Composer only now, because they read the environment, and take seconds.
     prepare_environment(config)
-    with refusals_recorded(lambda: Path(config.run_folder)), leaving_during_imports():
+    publish = partial(publish_early_end, config)
+    with refusals_recorded(lambda: Path(config.run_folder), publish), leaving_during_imports():
         import_lean(*HEAVY)
         from llmfoundry_lite.training.train import train
 
@@ -228,10 +231,17 @@ def check(
     returned.
 
     Raises UserError. Unless this is a dry run, the error is also recorded in the run folder, if an earlier launch has
-    created one.
+    created one, and beside checkpoints that are elsewhere, if all keys were valid.
     """
     is_dry_run = bool(DRY_RUNS.keys() & set(arguments))
-    with refusals_recorded(lambda: None if is_dry_run else find_run_folder(arguments, given=given)):
+    config: TrainConfig | None = None
+
+    def publish(status: str, reason: str) -> None:
+        """Record the refusal beside the checkpoints, once it is known where these are."""
+        if config is not None:
+            publish_early_end(config, status, reason)
+
+    with refusals_recorded(lambda: None if is_dry_run else find_run_folder(arguments, given=given), publish):
         # A dry run may have a WORLD_SIZE without a launcher: WORLD_SIZE=16 shows how 16 ranks would divide the run.
         if not is_dry_run:
             check_launch()

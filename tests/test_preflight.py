@@ -13,6 +13,7 @@ import yaml
 from llmfoundry_lite import dry_run, preflight
 from llmfoundry_lite.checkpoint import start as starting
 from llmfoundry_lite.checkpoint.manifest import Timestamp
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import as_dict
@@ -124,6 +125,22 @@ def test_missing_data_stops_a_launch_and_is_noted_by_a_dry_run(tmp_path):
         check(tmp_path, config)
     _, found = check(tmp_path, config, must_exist=False)
     assert len([note for note in found.not_checked if "is not there" in note]) == 2
+
+
+def test_a_refused_launch_is_recorded_beside_checkpoints_that_are_elsewhere(tmp_path):
+    """Only where all keys are valid: a key that is not may be that of the folder."""
+    config = tiny_config(tmp_path / "nowhere", run_folder=str(tmp_path / "run"))
+    for number, changes in enumerate(({"no_such_key": 1}, {"save_folder": str(tmp_path / "run/saves")}, {})):
+        folder = f"memory://refused/{number}"
+        path = write_config(tmp_path / "run.yaml", {"save_folder": folder, **config, **changes})
+        with pytest.raises((ConfigError, DataError)):
+            check_launch([path])
+        assert open_folder(folder).tree_sizes().keys() == ({"launches/early-end.json"} if number == 2 else set())
+    record = json.loads(open_folder(folder).child("launches").read("early-end.json", 1 << 20))
+    assert record["status"] == "failed" and "index.json does not exist" in record["reason"]
+    with pytest.raises(DataError):
+        check_launch([path, "--dry-run=here", "save_folder=memory://refused/dry"])
+    assert open_folder("memory://refused/dry").names() == []
 
 
 ROOM = Device("this machine's RAM", 8 * GIB, True)

@@ -5,6 +5,11 @@ by the epoch of its lease, so that no launch can replace the record of another o
 epoch is the newest launch's. The content is a JSON object of plain facts, which the caller chooses.
 
 `RecordWriter` writes in a background thread, so that neither training nor the end of a launch waits for a bucket.
+
+A launch that ends before it trains has no lease, and so no epoch. `record_early_end` writes its record as EARLY_END. It
+is outside of what the lease protects: readers of checkpoints never look at it, and there is one such file for each run.
+It holds until any launch claims, renews or releases the lease.
+
 Readers are in the companion `llmfoundry_ops`.
 """
 
@@ -12,10 +17,13 @@ import contextlib
 import re
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.lease import FOLDER as LEASES
+from llmfoundry_lite.checkpoint.lease import Holder, Leases
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks.codec import write_json
 
@@ -23,18 +31,58 @@ RECORDS = "launches"
 """Folder of the records, beside the checkpoints."""
 RECORD_NAME = re.compile(r"[0-9]{8}\.json")
 """Name of a record. A file with a longer number is not one, because no run has so many launches."""
+EARLY_END = "early-end.json"
+"""Name of the record of the newest launch that ended before it trained. The next such launch replaces it."""
+EARLY_END_SECONDS = 2.0
+"""The longest time that a launch which ends early waits until its record is written."""
+LEASE = "lease"
+"""Key of an early end's record: the lease as the launch has found it, by `describe_lease`."""
 RETRY_SECONDS = 30.0
 """Time after which a record that could not be written is written again, if there is no newer one."""
 
 
 def list_records(root: Folder) -> list[int]:
     """Return the lease epochs of all launches that have a record in a run's folder, in order. Raises OSError."""
-    return sorted(int(name[:8]) for name in root.child(RECORDS).names() if RECORD_NAME.fullmatch(name))
+    return find_epochs(root.child(RECORDS).names())
+
+
+def find_epochs(names: Sequence[str]) -> list[int]:
+    """Return the lease epochs of the records among file names, in order."""
+    return sorted(int(name[:8]) for name in names if RECORD_NAME.fullmatch(name))
 
 
 def record_name(epoch: int) -> str:
     """Return the file name of a launch's record: `00000007.json` for the launch that holds lease 7."""
     return f"{epoch:08d}.json"
+
+
+def describe_lease(holder: Holder | None) -> str:
+    """Return text that changes whenever a launch claims, renews or releases a run's lease; empty if there is none."""
+    return "" if holder is None else f"{holder.activity_id} {holder.is_released}"
+
+
+def record_early_end(url: str, record: dict[str, Any]) -> None:
+    """Write the record of a launch that ends before it trains, beside the checkpoints at a path or URL.
+
+    Waits for EARLY_END_SECONDS at most, and raises nothing if it cannot be written.
+    """
+    thread = threading.Thread(target=_write_early_end, args=(url, record), name="early-end", daemon=True)
+    thread.start()
+    thread.join(EARLY_END_SECONDS)
+
+
+def _write_early_end(url: str, record: dict[str, Any]) -> None:
+    """Write the record of a launch that ends early. Runs in a background thread."""
+    with contextlib.suppress(OSError, CheckpointError):
+        root = open_folder(url)
+        holder = Leases(root).current_holder()
+        # Without a lease, a disk may not be mounted, and this would write into its mount point.
+        if root.path_here is not None and holder is None:
+            return
+        facts = {LEASE: describe_lease(holder), "written_at": time.time()}
+        folder = root.child(RECORDS)
+        folder.make()
+        folder.put(EARLY_END, write_json(record | facts) + b"\n")
 
 
 class RecordWriter:

@@ -7,10 +7,12 @@ that `--dry-run`, reports and companions use as well.
 This module reads manifests and the run's log, and imports no torch. `training/start.py` restores the chosen checkpoint.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from llmfoundry_lite.checkpoint.launch_record import record_early_end
 from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.checkpoint.paths import check_not_foreign, folder_of_checkpoints
 from llmfoundry_lite.checkpoint.run_log import METRICS, SAVED, read_lines, read_log
@@ -27,7 +29,8 @@ from llmfoundry_lite.config.fields import RUN_NAME
 from llmfoundry_lite.config.layout import describe_data_ranks, find_data_ranks, layout_here
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.errors import CheckpointError, join_with_or
+from llmfoundry_lite.errors import CheckpointError, join_with_or, mask_credentials
+from llmfoundry_lite.ranks.identity import describe_this_process
 
 SCHEDULING_KEYS = ("max_duration", "eval_interval", "save_interval")
 """Keys that say when something happens in a run. They do not change the numbers of a finished run, so a finished run
@@ -71,6 +74,30 @@ def open_run_store(config: TrainConfig) -> CheckpointStore:
     if config.save_fallback is not None:
         second = CheckpointStore(config.save_fallback)
     return CheckpointStore(config.checkpoint_folder, second=second)
+
+
+def publish_early_end(config: TrainConfig, status: str, reason: str) -> None:
+    """Record beside a run's checkpoints that this launch ends before it trains, for readers on other machines.
+
+    status: `failed`, or `preempted` if the same command may succeed later.
+
+    Nothing is recorded if the checkpoints are in the run folder, whose status.json says so. Waits for two seconds at
+    most, and raises nothing.
+    """
+    # The disk is not asked, because it may be the reason.
+    folder = Path(os.path.abspath(config.checkpoint_folder))
+    is_url = "://" in config.checkpoint_folder
+    if not is_url and folder.is_relative_to(os.path.abspath(config.run_folder)):
+        return
+    record = {
+        "status": status,
+        "batch": 0,
+        "reason": mask_credentials(reason),
+        "run_name": config.run_name,
+        "max_duration": str(config.max_duration),
+        "process": describe_this_process(),
+    }
+    record_early_end(config.checkpoint_folder, record)
 
 
 def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:

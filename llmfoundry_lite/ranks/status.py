@@ -165,7 +165,9 @@ def has_lost_batches(status: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def refusals_recorded(find_folder: Callable[[], Path | None]) -> Iterator[None]:
+def refusals_recorded(
+    find_folder: Callable[[], Path | None], publish: Callable[[str, str], None] = lambda status, reason: None
+) -> Iterator[None]:
     """Record in status.json why the block fails, for a launch that has not written its own status yet.
 
     Each rank runs the block. Where it fails, the first rank of its node to fail records the reason, rank 0 or not,
@@ -174,17 +176,19 @@ def refusals_recorded(find_folder: Callable[[], Path | None]) -> Iterator[None]:
     `find_folder` returns the run directory, or None to record nothing. Without a status of an earlier launch, nothing
     is recorded either, with two exceptions: a launch that is observed, and a launch over several nodes by `srun`. When
     that ends the ranks of the other nodes, they read there that this one has failed.
+
+    `publish` is called on the same rank with the status and the reason, unless `find_folder` returns None.
     """
     try:
         yield
     except (Exception, ending.AnotherFailedError) as error:
         with contextlib.suppress(OSError, RuntimeError):  # a disk or the process group's store may be gone
-            _record_refusal(error, find_folder())
+            _record_refusal(error, find_folder(), publish)
         raise
 
 
-def _record_refusal(error: BaseException, folder: Path | None) -> None:
-    """Write this launch's early end into the run directory `folder`, if this rank is to do it.
+def _record_refusal(error: BaseException, folder: Path | None, publish: Callable[[str, str], None]) -> None:
+    """Write this launch's early end into the run directory `folder`, and publish it, if this rank is to do it.
 
     `refusals_recorded` explains which rank does, and when nothing is recorded. Sets `error.has_lost` of a UserError on
     every rank: whether an earlier launch has lost batches, on which the exit code depends.
@@ -200,17 +204,21 @@ def _record_refusal(error: BaseException, folder: Path | None) -> None:
 
     # The first rank that has failed on its node goes on.
     step = step_over_nodes()
-    is_known_run = (folder / STATUS).exists()
-    is_recorded = step or is_known_run or is_observed
-    if not is_recorded or failure_on_another_node(folder):
+    if failure_on_another_node(folder):
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    more = {}
-    if step:
-        more = {"step": step, "rank": rank, "exit_code": ending.exit_code_of(error)}
     is_transient = isinstance(error, UserError) and error.is_transient
     status = "preempted" if is_transient else "failed"
-    write_ended_early(folder, status, ending.describe_cause(error), **more)
+    reason = ending.describe_cause(error)
+
+    is_known_run = (folder / STATUS).exists()
+    if step or is_known_run or is_observed:
+        more = {}
+        if step:
+            more = {"step": step, "rank": rank, "exit_code": ending.exit_code_of(error)}
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_ended_early(folder, status, reason, **more)
+    publish(status, reason)
 
 
 def watch_for_failures_on_other_nodes(folder: Path) -> None:

@@ -9,6 +9,7 @@ import datetime
 import os
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from torch._inductor import config as inductor_config
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
+from llmfoundry_lite.checkpoint.start import publish_early_end
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.convert.huggingface import describe_export_problem, export_model
@@ -140,7 +142,7 @@ def start_launch(config: TrainConfig, partners: Partners | None) -> Launch:
     # to save, a signal to leave raises Preempted.
     raise_when_interrupted()
     devices.keep_freed_memory()
-    with refusals_recorded(lambda: Path(config.run_folder)):
+    with refusals_recorded(lambda: Path(config.run_folder), partial(publish_early_end, config)):
         config = choose_kernels(config, devices.device_type())
         choose_device(devices.device_type())
         start_process_group(devices.device_type(), config.dist_timeout)
@@ -283,6 +285,7 @@ def end_with_error(error: BaseException, launch: Launch) -> BaseException:
     reported = record_end(error, launch)
     if not isinstance(reported, Preempted):
         launch.preemption.release_lease()
+        publish_if_early(reported, launch)
         return reported
 
     # A preempted launch is continued by another one, which must not find this one's STOP file. The trainer is closed
@@ -326,6 +329,18 @@ def record_end(error: BaseException, launch: Launch) -> BaseException:
     status = "preempted" if may_come_back else "failed"
     launch.run_folder.fail(status, describe_cause(reported), may_pass=is_transient)
     return reported
+
+
+def publish_if_early(error: BaseException, launch: Launch) -> None:
+    """Let rank 0 record beside the checkpoints how a launch has failed that has not begun to train.
+
+    One that has begun has a record of its own. Called once the lease is released, because the record holds until the
+    lease changes.
+    """
+    run_folder = launch.run_folder
+    if run_folder.is_main and run_folder.trainer is None:
+        is_transient = isinstance(error, UserError) and error.is_transient
+        publish_early_end(launch.config, "preempted" if is_transient else "failed", describe_cause(error))
 
 
 def has_lost_work(launch: Launch) -> bool:

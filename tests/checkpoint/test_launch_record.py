@@ -6,7 +6,15 @@ import threading
 import time
 
 from llmfoundry_lite.checkpoint import launch_record
-from llmfoundry_lite.checkpoint.launch_record import RECORDS, RecordWriter, list_records
+from llmfoundry_lite.checkpoint.launch_record import (
+    EARLY_END,
+    LEASE,
+    RECORDS,
+    RecordWriter,
+    describe_lease,
+    list_records,
+    record_early_end,
+)
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from tests.checkpoint.saves import saved
@@ -66,7 +74,35 @@ def test_nothing_is_written_into_the_mount_point_of_a_disk_that_is_gone(tmp_path
     writer.write({"batch": 1})
     writer.end()
     writer.join(DEADLINE_SECONDS)
+    record_early_end(str(tmp_path), {"status": "failed"})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_early_end_is_one_file_that_names_the_lease(url):
+    store, _ = saved(url, 1)
+    for reason in ("data/c4 is missing", "out of memory"):
+        record_early_end(url, {"status": "failed", "reason": reason})
+    assert store.root.child(RECORDS).names() == [EARLY_END]
+    written = json.loads(store.root.child(RECORDS).read(EARLY_END, 1 << 20))
+    assert written["reason"] == "out of memory" and written[LEASE] == describe_lease(store.leases.current_holder())
+    assert list_records(store.root) == []
+
+
+def test_an_early_end_waits_for_a_folder_that_hangs_no_longer_than_two_seconds(tmp_path, monkeypatch):
+    goes_on = threading.Event()
+
+    def hang(url):
+        goes_on.wait(DEADLINE_SECONDS)
+        raise OSError(errno.ENETDOWN, "down")
+
+    monkeypatch.setattr(launch_record, "open_folder", hang)
+    assert launch_record.EARLY_END_SECONDS == 2.0
+    monkeypatch.setattr(launch_record, "EARLY_END_SECONDS", 0.05)
+    began = time.monotonic()
+    record_early_end(str(tmp_path), {})
+    assert time.monotonic() - began < DEADLINE_SECONDS / 2
+    monkeypatch.undo()
+    goes_on.set()
 
 
 def test_a_lease_is_above_all_records_though_leases_and_saves_are_gone(url):
