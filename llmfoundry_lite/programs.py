@@ -98,7 +98,8 @@ def runs(folder: str | os.PathLike[str] = "runs") -> list[Any]:
 
     Each run is read as it is now; `look()` reads what has been written since. Functions that take the path of a run's
     folder also take the run itself, as in `lf.load(run)`. `folder` may also be a folder of checkpoints of runs, or a
-    URL such as `s3://bucket`; runs there are described by their newest checkpoints and launches.
+    URL such as `s3://bucket`; runs there are described by their newest checkpoints and launches. A run's own folder
+    gives that run.
 
     >>> lf.runs("runs")
     [<runs/tiny: done at batch 6, loss ..., saved ba6>]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from llmfoundry_lite.bounded import MAX_NOTE_BYTES, parse_json
 from llmfoundry_lite.checkpoint.commit import COMMITTED, batch_of
 from llmfoundry_lite.checkpoint.folder import Folder
-from llmfoundry_lite.checkpoint.launch_record import RECORDS
+from llmfoundry_lite.checkpoint.launch_record import EARLY_END, RECORDS, find_epochs
 from llmfoundry_lite.checkpoint.lease import FOLDER as LEASES
 from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, Head, read_head
 from llmfoundry_lite.checkpoint.open_folder import open_folder
@@ -25,7 +25,7 @@ from llmfoundry_lite.checkpoint.run_log import METRICS, number_of, read_lines
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration
 from llmfoundry_lite.errors import CheckpointError, DataError, mask_credentials
-from llmfoundry_lite.ranks.status import STATUS, is_sound, read_status
+from llmfoundry_lite.ranks.status import SAVED_IN, STATUS, is_sound, read_status
 from llmfoundry_lite.report.log import LOSS, RATE
 from llmfoundry_lite.report.reading import CONFIG, find_checkpoint_folder, read_config, read_recorded
 from llmfoundry_lite.report.segments import segment_facts
@@ -34,17 +34,23 @@ from llmfoundry_ops.published import (
     READS_AT_ONCE,
     RUNNING,
     LaunchRecord,
+    NewestLaunch,
     Sighting,
+    describe_early_end,
     describe_silence,
     format_age,
+    has_ended_early,
     look_for,
-    read_newest_record,
+    read_newest_launch,
 )
 
 MAX_FOLDERS = 10_000
 """Number of folders that are listed in search of runs."""
 TAIL_BYTES = 1 << 16
 """Bytes at the end of a log that are read for its last record, which has about a kilobyte."""
+MAX_SAVES_LISTED = 8
+"""Folders with the name of a checkpoint that are listed to find out whether they are checkpoints."""
+SHARD_SUFFIX = ".safetensors"
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -93,7 +99,7 @@ def find_run_folders(root: Folder, *, follows_links: bool = True) -> list[FoundR
     """
     try:
         names = root.names()
-        if is_run(names):
+        if is_run(root, names):
             return [FoundRun(root, names)]
         level = [root.child(name) for name in root.folders()]
     except OSError as error:
@@ -105,11 +111,10 @@ def find_run_folders(root: Folder, *, follows_links: bool = True) -> list[FoundR
             raise DataError(f"{root.url}: has more than {MAX_FOLDERS:,} folders; name one of them")
         if not follows_links:
             level = [folder for folder in level if not is_link(folder)]
-        names_of_level = read_in_parallel(_names_or_none, level)
 
         others = []
-        for folder, names in zip(level, names_of_level, strict=True):
-            if is_run(names):
+        for folder, names, is_run_here in read_in_parallel(_look_at, level):
+            if is_run_here:
                 found.append(FoundRun(folder, names))
             elif names and not folder.url.rsplit("/", 1)[-1].startswith("."):
                 others.append(folder)
@@ -119,11 +124,36 @@ def find_run_folders(root: Folder, *, follows_links: bool = True) -> list[FoundR
     return sorted(found, key=lambda run: run.folder.url)
 
 
-def is_run(names: Sequence[str]) -> bool:
-    """Return whether a folder with files and folders of these names is a run folder or a folder of checkpoints."""
-    if any(name in names for name in (STATUS, METRICS, LEASES, RECORDS)):
+def is_run(folder: Folder, names: Sequence[str]) -> bool:
+    """Return whether a folder is a run folder or a folder of checkpoints. `names` are those of its files and folders.
+
+    The log of a run and the leases of its launches are signs by themselves. Other names may have been given by a user,
+    because a run may be called `ba1`, and a folder of runs `launches`. So their content decides, which takes a request
+    more.
+    """
+    if METRICS in names or LEASES in names:
         return True
-    return any(COMMITTED.fullmatch(name) for name in names)
+    if STATUS in names and read_status_in(folder) is not None:
+        return True
+    if RECORDS in names:
+        record_names = _names_or_none(folder.child(RECORDS))
+        if find_epochs(record_names) or EARLY_END in record_names:
+            return True
+    names_of_saves = [name for name in names if COMMITTED.fullmatch(name)]
+    return any(_is_save(folder.child(name)) for name in names_of_saves[:MAX_SAVES_LISTED])
+
+
+def _is_save(folder: Folder) -> bool:
+    """Return whether a folder that has the name of a checkpoint has a file of one."""
+    return any(name == MANIFEST or name.endswith(SHARD_SUFFIX) for name in _names_or_none(folder))
+
+
+def _look_at(folder: Folder) -> tuple[Folder, list[str], bool]:
+    """Return a folder, the names in it, and whether it is a run. There are no names if it cannot be listed."""
+    names = _names_or_none(folder)
+    with contextlib.suppress(OSError):
+        return folder, names, is_run(folder, names)
+    return folder, names, False
 
 
 def read_in_parallel(read: Callable[[T], R], items: Sequence[T]) -> list[R]:
@@ -234,6 +264,10 @@ def _read_run_folder(line: RunLine, run: FoundRun) -> None:
     if isinstance(last_saved, str) and COMMITTED.fullmatch(last_saved):
         line.last_saved = last_saved
         line.saved_at = number_of(status.get("saved_at"))
+    second_place = status.get(SAVED_IN)
+    if isinstance(second_place, str) and second_place and line.last_saved is not None:
+        line.reason = _join(line.reason, f"its newest save is in save_fallback, {second_place[:200]}")
+        return
     checkpoint_folder = find_checkpoint_folder(folder, config, allowed_protocols=())
     if checkpoint_folder is not None:
         store = CheckpointStore(checkpoint_folder)
@@ -248,7 +282,7 @@ def _read_checkpoints(line: RunLine, run: FoundRun) -> None:
     Raises OSError and CheckpointError.
     """
     folder = run.folder
-    record = read_newest_record(folder) if RECORDS in run.names else None
+    record, early_end = read_newest_launch(folder) if RECORDS in run.names else NewestLaunch()
     checkpoint_names = [name for name in run.names if COMMITTED.fullmatch(name)]
     last_saved = record.last_saved if record else None
     head = find_newest_head(CheckpointStore(folder.url), checkpoint_names, last_saved)
@@ -257,20 +291,25 @@ def _read_checkpoints(line: RunLine, run: FoundRun) -> None:
         line.saved_at = parse_time(head.written_at)
         line.batch = head.batch
         line.state = "saved"
-    if record is None:
-        return
 
-    if line.saved_at is None and line.last_saved == record.last_saved:
-        line.saved_at = record.saved_at
-    line.batch = max(record.batch, line.batch or 0) if record.status == RUNNING else record.batch
-    line.max_duration = record.max_duration
-    line.loss = record.loss
-    line.tokens_per_second = record.tokens_per_second
-    line.host = record.host
-    sighting = look_for(folder, record) if record.status == RUNNING else None
-    line.state, line.reason = describe_state(record, sighting)
-    if record.failed_saves:
-        line.reason = _join(line.reason, f"failed saves {record.failed_saves}: {record.save_error}")
+    sighting = None
+    if record is not None:
+        if line.saved_at is None and line.last_saved == record.last_saved:
+            line.saved_at = record.saved_at
+        line.batch = max(record.batch, line.batch or 0) if record.status == RUNNING else record.batch
+        line.max_duration = record.max_duration
+        line.loss = record.loss
+        line.tokens_per_second = record.tokens_per_second
+        line.host = record.host
+        sighting = look_for(folder, record) if record.status == RUNNING else None
+        line.state, line.reason = describe_state(record, sighting)
+        if record.failed_saves:
+            line.reason = _join(line.reason, f"failed saves {record.failed_saves}: {record.save_error}")
+
+    if early_end is not None and has_ended_early(sighting, early_end):
+        line.state = early_end.status
+        line.host = early_end.host
+        line.reason = describe_early_end(early_end)
 
 
 def describe_state(record: LaunchRecord, sighting: Sighting | None) -> tuple[str, str | None]:

@@ -11,12 +11,20 @@ import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmfoundry_lite.bounded import parse_json
 from llmfoundry_lite.checkpoint.commit import COMMITTED
 from llmfoundry_lite.checkpoint.folder import Folder
-from llmfoundry_lite.checkpoint.launch_record import RECORDS, list_records, record_name
+from llmfoundry_lite.checkpoint.launch_record import (
+    EARLY_END,
+    LEASE,
+    RECORDS,
+    describe_lease,
+    find_epochs,
+    list_records,
+    record_name,
+)
 from llmfoundry_lite.checkpoint.lease import WATCH_SECONDS, Leases
 from llmfoundry_lite.checkpoint.run_log import number_of
 from llmfoundry_lite.ranks.identity import boot_id, is_alive
@@ -77,6 +85,11 @@ class Sighting:
     """It has given up its lease, so it has ended, although its record does not say how."""
     is_gone: bool
     """Its process was on this machine, and has ended."""
+
+    @property
+    def silent_seconds(self) -> float:
+        """Time since it has been heard of; 0 if that is unknown."""
+        return 0.0 if self.heard_at is None else time.time() - self.heard_at
 
 
 def parse_record(epoch: int, content: bytes) -> LaunchRecord | None:
@@ -139,13 +152,56 @@ def read_record(root: Folder, epoch: int) -> LaunchRecord | None:
     return None
 
 
-def read_newest_record(root: Folder) -> LaunchRecord | None:
-    """Read the record of the newest launch that has one; None if it cannot be used. Raises OSError.
+class NewestLaunch(NamedTuple):
+    """Records of the newest launch of a run."""
 
-    Records of earlier launches do not stand in for it, because they tell nothing about the run's present state.
+    record: LaunchRecord | None = None
+    """The record of the newest launch that has begun to train; None if it cannot be used. Records of earlier launches
+    do not stand in for it, because they tell nothing about the run's present state."""
+    early_end: LaunchRecord | None = None
+    """The record of a launch that ended before it trained, and after which no launch has touched the lease."""
+
+
+def read_newest_launch(root: Folder) -> NewestLaunch:
+    """Read the records of a run's newest launch. Raises OSError if they cannot be read."""
+    names = root.child(RECORDS).names()
+    epochs = find_epochs(names)
+    record = read_record(root, epochs[-1]) if epochs else None
+    early_end = _read_early_end(root) if EARLY_END in names else None
+    is_undone = record is not None and record.status == "done"  # a later mistake does not undo that
+    return NewestLaunch(record, None if is_undone else early_end)
+
+
+def _read_early_end(root: Folder) -> LaunchRecord | None:
+    """Read the record of a launch that ended before it trained; None if a launch has touched the lease since.
+
+    Raises OSError.
     """
-    epochs = list_records(root)
-    return read_record(root, epochs[-1]) if epochs else None
+    try:
+        content = root.child(RECORDS).read(EARLY_END, MAX_RECORD_BYTES)
+        facts = parse_json(content) if len(content) <= MAX_RECORD_BYTES else None
+    except (FileNotFoundError, ValueError):
+        return None
+    holder = Leases(root).current_holder()
+    if not isinstance(facts, dict) or facts.get(LEASE) != describe_lease(holder):
+        return None
+    return parse_record(0 if holder is None else holder.epoch, content)
+
+
+def describe_early_end(early_end: LaunchRecord) -> str:
+    """Return the reason of a launch that ended before it trained: `did not begin: data/c4 is missing`."""
+    return f"did not begin: {early_end.reason or 'the reason was not recorded'}"
+
+
+def has_ended_early(sighting: Sighting | None, early_end: LaunchRecord | None) -> bool:
+    """Return whether a run's state is that of a launch that ended before it trained.
+
+    It is not while the launch that began last still trains, because then the other one was only a second start of the
+    same run. `sighting` is what is known of a launch that its record calls running; None for any other.
+    """
+    if early_end is None:
+        return False
+    return sighting is None or sighting.is_gone or sighting.silent_seconds >= WATCH_SECONDS
 
 
 def read_all_records(root: Folder) -> list[LaunchRecord]:
@@ -175,13 +231,10 @@ def describe_silence(record: LaunchRecord, sighting: Sighting) -> str | None:
     For example, `last heard of 12 min ago on gpu003`. None if it has renewed its lease within the time for which a new
     launch would watch it.
     """
-    if sighting.heard_at is None:
-        return None
-    silent_seconds = time.time() - sighting.heard_at
-    if silent_seconds < WATCH_SECONDS:
+    if sighting.silent_seconds < WATCH_SECONDS:
         return None
     host = f" on {record.host}" if record.host else ""
-    return f"last heard of {format_age(silent_seconds)} ago{host}"
+    return f"last heard of {format_age(sighting.silent_seconds)} ago{host}"
 
 
 def format_age(seconds: float) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from llmfoundry_lite.report.reading import (
     suggest_location,
 )
 from llmfoundry_ops.index import read_in_parallel
-from llmfoundry_ops.published import RUNNING, read_newest_record
+from llmfoundry_ops.published import RUNNING, describe_early_end, has_ended_early, look_for, read_newest_launch
 
 SAVED = "saved"
 """Status of a run that is known by its checkpoints alone, without a record of the launch that has the lease."""
@@ -366,9 +367,14 @@ class SavedRun(RunState):
         self._has_patience = idle_seconds < self.patience_seconds
         end_of_patience = f"{self.idle_reason} (--patience)"
 
-        record = read_newest_record(self._store.root)
+        record, early_end = read_newest_launch(self._store.root)
         if record is not None and holder is not None and holder.epoch > record.epoch:
             record = None  # another launch has taken the run since, and has not begun yet
+        if early_end is not None:
+            is_running = record is not None and record.status == RUNNING
+            sighting = look_for(self._store.root, record) if record is not None and is_running else None
+            if has_ended_early(sighting, early_end):
+                record = replace(early_end, reason=describe_early_end(early_end))
         if record is None or (record.status == RUNNING and not self._has_patience):
             if not self._has_patience:
                 return {"status": "ended", "batch": batch, "reason": end_of_patience}
@@ -424,9 +430,20 @@ def open_run(folder: str | os.PathLike[str]) -> RunState:
     if path is not None:
         return LiveRun(path)  # raises a DataError that suggests another folder
     raise DataError(
-        f"{opened.url}: no checkpoints here; expected a run's save_folder; `llmfoundry-lite runs ls {opened.url}` "
-        "lists the runs below it"
+        f"{opened.url}: no checkpoints here{_describe_newest_launch(opened)}; expected a run's save_folder; "
+        f"`llmfoundry-lite runs ls {opened.url}` lists the runs below it"
     )
+
+
+def _describe_newest_launch(folder: Folder) -> str:
+    """Return how the newest launch of a run without checkpoints goes or has ended, after a comma; empty if unknown."""
+    with contextlib.suppress(OSError):
+        record, early_end = read_newest_launch(folder)
+        if early_end is not None:
+            return f", and its newest launch has {early_end.status}: {describe_early_end(early_end)}"
+        if record is not None:
+            return f" yet, and its newest launch is {record.status}"
+    return ""
 
 
 def _find_checkpoints(folder: Folder) -> CheckpointStore | None:
@@ -449,7 +466,8 @@ def _find_checkpoints(folder: Folder) -> CheckpointStore | None:
 def list_runs(folder: str | os.PathLike[str]) -> list[RunState]:
     """List the runs in a folder by name, each with its present state. Entries that are not runs are skipped.
 
-    Raises DataError if there is no such folder.
+    If none of them is a run and the folder itself is one, that is returned. Raises DataError if there is no such
+    folder.
     """
     opened = open_folder(folder)
     if opened.path_here is not None and not opened.path_here.is_dir():
@@ -467,5 +485,8 @@ def list_runs(folder: str | os.PathLike[str]) -> list[RunState]:
             return run
         return None
 
-    runs = read_in_parallel(look_at, [opened.child(name) for name in names])
-    return [run for run in runs if run is not None]
+    runs = [run for run in read_in_parallel(look_at, [opened.child(name) for name in names]) if run is not None]
+    if not runs:
+        run = look_at(opened)
+        runs = [] if run is None else [run]
+    return runs

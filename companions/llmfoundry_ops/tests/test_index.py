@@ -5,16 +5,18 @@ import time
 
 import pytest
 
-from llmfoundry_lite.checkpoint.launch_record import RECORDS
+from llmfoundry_lite.checkpoint.launch_record import EARLY_END, RECORDS, record_early_end
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
+from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_lite.report.report import report
 from llmfoundry_ops import published
 from llmfoundry_ops.index import RunLine, build_records, build_table, list_run_lines
-from llmfoundry_ops.published import format_age, read_newest_record
+from llmfoundry_ops.published import format_age, read_newest_launch
+from llmfoundry_ops.runs import list_runs, open_run
 from llmfoundry_ops.tests.buckets import end_last_writer, record_launch, save_with_log
 from tests.checkpoint.saves import saved
 from tests.helpers.reported import on_cpu, record, save, write_run
@@ -51,6 +53,26 @@ def test_runs_in_a_bucket_are_listed_by_what_their_last_launch_recorded():
     assert (only.run, only.state) == ("running", "running")
 
 
+@pytest.fixture(params=["disk", "bucket"])
+def root(request, tmp_path):
+    return str(tmp_path / "runs") if request.param == "disk" else f"memory://index/{tmp_path.name}"
+
+
+def test_runs_are_found_whatever_they_and_their_neighbours_are_called(root):
+    for name in ("ba1", "launches/ba2", "launches/launches", "two"):
+        record_launch(f"{root}/{name}", save_with_log(f"{root}/{name}", 2))
+    copy_of_save = open_folder(f"{root}/copied/ba2")
+    copy_of_save.make(with_parents=True)
+    copy_of_save.put("manifest.json", open_folder(f"{root}/two/ba2").read("manifest.json", 1 << 20))
+    open_folder(root).put("status.json", b'{"page": 1}')
+    found = lines_of(root)
+    assert {name: line.state for name, line in found.items()} == {
+        **dict.fromkeys(("ba1", "launches/ba2", "launches/launches", "two"), "running"),
+        "copied": "saved",
+    }
+    assert [line.last_saved for line in list_run_lines(f"{root}/copied")] == ["ba2"]
+
+
 def test_a_launch_that_is_silent_is_called_running_and_last_heard_of(monkeypatch):
     url = "memory://index/silent/tiny"
     lease = save_with_log(url, 2)
@@ -63,6 +85,60 @@ def test_a_launch_that_is_silent_is_called_running_and_last_heard_of(monkeypatch
     CheckpointStore(url).release(lease)
     line = lines_of("memory://index/silent")["tiny"]
     assert (line.state, line.reason) == ("ended", "it has released this run; how it ended was not written")
+
+
+REFUSED = {"status": "failed", "batch": 0, "reason": "data/c4 is missing", "process": {"host": "gpu-3", "pid": 4}}
+
+
+def test_a_launch_that_ended_before_it_trained_is_known_until_another_begins(monkeypatch):
+    root = "memory://index/early"
+    record_early_end(f"{root}/new", REFUSED)
+    lease = save_with_log(f"{root}/tiny", 2)
+    record_launch(f"{root}/tiny", lease, status="preempted", batch=2)
+    store = CheckpointStore(f"{root}/tiny")
+    store.release(lease)
+    record_early_end(f"{root}/tiny", REFUSED)
+    for name, batch in (("new", 0), ("tiny", 2)):
+        line = lines_of(root)[name]
+        assert (line.state, line.batch or 0, line.host) == ("failed", batch, "gpu-3")
+        assert line.reason == "did not begin: data/c4 is missing"
+    (run,) = list_runs(root)
+    assert run.describe_status() == "failed at batch 2: did not begin: data/c4 is missing"
+    assert [run.describe_status() for run in list_runs(f"{root}/tiny")] == [run.describe_status()]
+    with pytest.raises(
+        DataError, match="no checkpoints here, and its newest launch has failed: did not begin: data/c4"
+    ):
+        open_run(f"{root}/new")
+
+    store.acquire()
+    assert lines_of(root)["tiny"].state == "preempted"
+
+
+def test_a_second_start_that_is_refused_is_not_the_state_of_the_first(monkeypatch):
+    url = "memory://index/second/tiny"
+    lease = save_with_log(url, 2)
+    record_launch(url, lease)
+    store = CheckpointStore(url)
+    store.leases.renew(lease, 1)
+    record_early_end(url, REFUSED)
+    assert lines_of("memory://index/second")["tiny"].state == "running"
+    now = time.time()
+    monkeypatch.setattr(published.time, "time", lambda: now + 12 * 60)
+    assert lines_of("memory://index/second")["tiny"].state == "failed"  # it was killed before the second start
+    store.leases.renew(lease, 2)
+    assert lines_of("memory://index/second")["tiny"].state == "running"  # or not
+    store.release(lease)
+    record_launch(url, lease, status="done", batch=4)
+    record_early_end(url, REFUSED)
+    assert lines_of("memory://index/second")["tiny"].state == "done"
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"{", b'{"status": 7}', b" " * (1 << 17), b'{"lease": "", "status": "x"}'])
+def test_an_early_end_that_no_launch_writes_counts_as_none(content):
+    url = "memory://index/strange-end/tiny"
+    save_with_log(url, 2)
+    open_folder(url).child(RECORDS).put(EARLY_END, content)
+    assert read_newest_launch(open_folder(url)) == (None, None)
 
 
 def test_a_launch_that_was_killed_on_this_machine_has_failed():
@@ -96,6 +172,17 @@ def test_run_folders_are_listed_by_status_log_and_checkpoints(tmp_path, capsys):
     assert len(rows) == 2
 
 
+def test_a_newest_save_in_the_second_place_is_named(tmp_path):
+    write_run(tmp_path / "runs/tiny", [record(1), record(2)], save_fallback="/nvme/tiny")
+    saved(tmp_path / "runs/tiny/checkpoints", 1)
+    write_status(
+        tmp_path / "runs/tiny", "failed", 2, "disk", last_saved="ba2", saved_at=1.7e9, last_saved_in="/nvme/tiny"
+    )
+    (line,) = list_run_lines(tmp_path / "runs")
+    assert (line.last_saved, line.saved_at) == ("ba2", 1.7e9)
+    assert line.reason == "disk; its newest save is in save_fallback, /nvme/tiny"
+
+
 def test_json_has_no_password_of_the_url_that_was_listed():
     line = RunLine(run="tiny", url="sftp://user:hunter2@host/tiny", reason="ftp://user:hunter2@host: refused")
     assert "hunter2" not in json.dumps(build_records([line]))
@@ -126,7 +213,7 @@ def test_a_record_that_no_launch_writes_counts_as_none(content):
     url = "memory://index/strange/tiny"
     save_with_log(url, 2)
     open_folder(url).child(RECORDS).put("00000099.json", content)
-    assert read_newest_record(open_folder(url)) is None
+    assert read_newest_launch(open_folder(url)).record is None
     assert lines_of("memory://index/strange")["tiny"].state == "saved"
 
 
@@ -136,7 +223,7 @@ def test_values_of_another_type_in_a_record_count_as_absent(capsys):
     strange = {"last_saved": "../../etc", "launch": -1, "saved_at": "now", "began_at": 1e300, "max_duration": {"a": 1}}
     strange |= {"failed_saves": True, "throughput/tokens_per_sec": [1], "loss/train/total": "low"}
     record_launch(url, lease, **strange, reason="\x1b]0;gone\x07" + "x" * 5000, status="done\x1b[2J" + "y" * 500)
-    found = read_newest_record(open_folder(url))
+    found = read_newest_launch(open_folder(url)).record
     assert found is not None
     assert (found.last_saved, found.launch, found.saved_at, found.began_at, found.max_duration) == (None,) * 5
     assert (found.failed_saves, found.tokens_per_second, found.loss) == (0, None, None)
