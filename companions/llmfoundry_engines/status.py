@@ -21,7 +21,7 @@ from llmfoundry_engines.reports import (
     load_rows,
 )
 from llmfoundry_engines.shared_folder import PARTS, load_shared
-from llmfoundry_lite.errors import DataError, printable
+from llmfoundry_lite.errors import DataError, mask_urls, printable
 from llmfoundry_lite.prepare.out_folder import PARTIAL
 from llmfoundry_lite.prepare.speed import describe_rest_of_work
 from llmfoundry_lite.prepare.summary import SUMMARY_FILE
@@ -159,7 +159,9 @@ def print_status(out: str | Path, console: Console) -> None:
         if not statuses:
             raise DataError(f"{place.out} has no parts; begin one with `data prepare … --part 1/N`")
     table_of(statuses).print(console)
-    console.print("\n".join(describe_rest(statuses, input_state.get("bytes", 0))), highlight=False, markup=False)
+    console.print(
+        "\n".join(describe_rest(statuses, input_state.get("bytes", 0), str(out))), highlight=False, markup=False
+    )
 
 
 def table_of(statuses: list[PartStatus]) -> Table:
@@ -193,10 +195,11 @@ def speed_text(record: PartReport | Progress) -> str:
     return "" if speed is None else f"{speed / 1e6:.2f}"
 
 
-def describe_rest(statuses: list[PartStatus], total_bytes: int) -> list[str]:
+def describe_rest(statuses: list[PartStatus], total_bytes: int, out: str) -> list[str]:
     """Return lines that say how much is done, how fast, and how long the rest takes on the machines that run now.
 
-    `total_bytes` is the size of the source; 0 if it is unknown.
+    total_bytes: size of the source; 0 if it is unknown.
+    out: the path or URL that was given.
     """
     done_bytes = sum(status.done_bytes for status in statuses)
     num_complete = sum(status.report is not None for status in statuses)
@@ -205,7 +208,7 @@ def describe_rest(statuses: list[PartStatus], total_bytes: int) -> list[str]:
         f"{total_bytes / 1e6:,.1f} MB is tokenised"
     ]
     if num_complete == len(statuses):
-        lines.append("next: llmfoundry-lite data join")
+        lines.append(f"next: llmfoundry-lite data join {mask_urls(out)}")
 
     # The speed is that of all cores of all launches, so long parts count for more.
     records = [status.report or status.progress for status in statuses]

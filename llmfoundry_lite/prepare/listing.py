@@ -175,9 +175,9 @@ def expand_source(source: str, listing: Listing) -> Iterable[Path]:
     if os.path.islink(path):
         raise DataError(f"{source} is {describe_dead_link(path)}")
 
-    # Otherwise it is a glob. The part that exists as a folder is taken literally: `run[1]/*.txt` does not match run1.
-    folder = next((parent for parent in path.parents if os.path.isdir(parent)), Path())
-    pattern = Path(glob.escape(str(folder))) / path.relative_to(folder)
+    # Otherwise it is a glob.
+    folder, parts = split_glob(path)
+    pattern = Path(glob.escape(str(folder)), *parts)
     for folder_path, reason in find_unreadable_folders(pattern).items():
         listing.record_unreadable(folder_path, reason)
     matches = [Path(name) for name in glob.glob(str(pattern), recursive=True)]
@@ -194,6 +194,15 @@ def expand_source(source: str, listing: Listing) -> Iterable[Path]:
         elif os.path.lexists(match):  # false for names in folders that may not be entered
             paths.append(match)
     return paths
+
+
+def split_glob(path: Path) -> tuple[Path, tuple[str, ...]]:
+    """Divide the path of a glob into the part that exists as a folder, and the parts after it.
+
+    The folder is taken literally: `run[1]/*.txt` does not match run1.
+    """
+    folder = next((parent for parent in path.parents if os.path.isdir(parent)), Path())
+    return folder, path.relative_to(folder).parts
 
 
 def find_unreadable_folders(pattern: Path) -> dict[Path, str]:

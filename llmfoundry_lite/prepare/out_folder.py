@@ -13,13 +13,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError, mask_urls
 from llmfoundry_lite.files import lock_folder, sync_folder, write_atomically
-from llmfoundry_lite.prepare.listing import count_files, read_json_object
+from llmfoundry_lite.prepare.listing import count_files, read_json_object, split_glob
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import HUB_PREFIX, Source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE, Summary, load_summary
@@ -29,6 +30,12 @@ STREAMS = "streams"
 """Folder for what was added to the data set later: a preparation for each stream, with the same tokenizer."""
 PARTIAL_VERSION = 6
 """Version of the files in `.partial`. It is raised when units or token files change. Results do not contain it."""
+PUBLISHED_FILES = (
+    SUMMARY_FILE,
+    *(f"{split}/{name}" for split in SPLITS for name in ("index.json", "shard.00000.mds", "shard.00000.mds.zstd")),
+    *(f"tokenizer/{name}" for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "vocab.json")),
+)
+"""Some of the files that a preparation writes, to find out whether a glob matches them."""
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk."""
 UNUSABLE_PATH_ERRORS = (
@@ -222,13 +229,43 @@ def check_no_other_content(out: Path) -> None:
 
 
 def check_outside_sources(out: Path, sources: Sequence[str]) -> None:
-    """Raise DataError if `--out` is inside a source folder, because the next launch would read the output as input."""
+    """Raise DataError if a source reads files of `--out`, because the next launch would read the output as input.
+
+    That is so if `--out` lies in a source folder, or if a glob matches it, a folder around it, or files in it.
+    """
     for source in sources:
-        folder = Path(source.removeprefix(HUB_PREFIX)).expanduser()
-        if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
+        path = Path(source.removeprefix(HUB_PREFIX)).expanduser()
+        is_read = path.is_dir() and out.resolve().is_relative_to(path.resolve())
+        if is_read or _is_matched_by_glob(out, path):
             raise DataError(
                 f"--out {out} lies in the source {source}, which is read again by every launch; choose another --out"
             )
+
+
+def _is_matched_by_glob(out: Path, source: Path) -> bool:
+    """Return whether a source, if it is a glob, reads files that a preparation writes into `out`."""
+    if os.path.lexists(source):
+        return False  # taken literally
+    folder, pattern = split_glob(source)
+    if not out.resolve().is_relative_to(folder.resolve()):
+        return False
+    names = out.resolve().relative_to(folder.resolve()).parts
+
+    # A folder that is matched is read like one that is named, except by `**`.
+    if "**" not in pattern:
+        folders = [names[:depth] for depth in range(1, len(names) + 1)]
+        if any(_is_matched(each, pattern) for each in folders):
+            return True
+    return any(_is_matched((*names, *file.split("/")), pattern) for file in PUBLISHED_FILES)
+
+
+def _is_matched(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether the names of a path match the parts of a glob, of which `**` stands for any number of folders."""
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        return any(_is_matched(names[depth:], pattern[1:]) for depth in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], pattern[0]) and _is_matched(names[1:], pattern[1:])
 
 
 def publish(partial: Path, out: Path, summary: Summary) -> None:

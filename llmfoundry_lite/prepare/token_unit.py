@@ -109,9 +109,11 @@ def damage_as_data_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError, IndexError, TypeError, EOFError, struct.error, zipfile.BadZipFile) as error:
+        # For a file of other bytes, numpy advises to allow pickles, which would run code from it.
+        is_other_file = "pickle" in str(error)
+        damage = "it is not a file of tokens" if is_other_file else one_line(error)
         raise DataError(
-            f"{path} is damaged ({one_line(error)}); remove it and run the command that tokenises again, which makes "
-            "it anew"
+            f"{path} is damaged ({damage}); remove it and run the command that tokenises again, which makes it anew"
         ) from error
 
 

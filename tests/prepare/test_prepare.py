@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import fcntl
 import gzip
@@ -27,6 +28,7 @@ from llmfoundry_lite.prepare import best_fit, documents, out_folder, samples, so
 from llmfoundry_lite.prepare import prepare as prepare_module
 from llmfoundry_lite.prepare.contents import read_lines
 from llmfoundry_lite.prepare.documents import STDLIB_HASH_SEED, Unit, read_line_range, split_key
+from llmfoundry_lite.prepare.out_folder import check_outside_sources
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import COMPRESSION_LEVELS, PrepareRequest
 from llmfoundry_lite.prepare.samples import plan_splits, write_shards
@@ -1034,3 +1036,25 @@ def test_an_out_folder_in_the_source_is_refused_before_anything_is_discarded(tmp
         with pytest.raises(DataError, match=r"lies in the source .*corpus, .*; choose another --out"):
             prepare(wanted, out, num_workers=1, overwrite=True)
     assert os.listdir(corpus) == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "out", "is_refused"),
+    [
+        ("*", "out", True),  # the folder is read
+        ("*", "more/out", True),  # the folder around it is
+        ("*.jsonl", "out", False),
+        ("**", "out", True),
+        ("**/*.jsonl", "out", False),
+        ("**/*.txt", "more/out", True),  # the merges of a tokenizer
+        ("*/*.jsonl", "out", False),
+        ("*/*/*.json", "out", True),
+        ("*", "../out", False),
+        ("missing/*", "out", False),
+    ],
+)
+def test_an_out_folder_that_a_glob_reads_is_refused(tmp_path, pattern, out, is_refused):
+    (tmp_path / "corpus").mkdir()
+    expected = pytest.raises(DataError, match="lies in the source") if is_refused else contextlib.nullcontext()
+    with expected:
+        check_outside_sources(tmp_path / "corpus" / out, [str(tmp_path / "corpus" / pattern)])

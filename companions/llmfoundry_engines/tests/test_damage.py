@@ -71,6 +71,11 @@ def test_a_token_file_that_is_damaged_is_named_and_made_again(
     problem = r"has \d+ tokens of the split train, expected \d+" if is_of_another_unit else "is damaged"
     with pytest.raises(DataError, match=f"{damaged.name} {problem}"):
         join(out)
+    damaged.write_bytes(b"other bytes")
+    with pytest.raises(
+        DataError, match=rf"{damaged.name} is damaged \(it is not a file of tokens\); remove it and run"
+    ):
+        join(out)
     damaged.unlink()
     prepare_parts(wanted, out, [1, 2], 2)
     join(out)

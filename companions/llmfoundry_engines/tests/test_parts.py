@@ -469,10 +469,13 @@ def test_the_status_adds_up_speed_and_tells_who_runs_and_who_is_silent() -> None
         ["2/3", "stopped", "50 %"],
         ["3/3", "not begun", ""],
     ]
-    assert status.describe_rest(statuses, 120_000_000) == [
+    assert status.describe_rest(statuses, 120_000_000, "data/mine") == [
         "0 of 3 parts are complete; 25 % of 120.0 MB is tokenised",
         "1.00 MB/s a core; 0.03 core-hours left, 0.01 hours on the 3 cores that work now",
     ]
+    report = SimpleNamespace(num_bytes=9, new_bytes=9, seconds=1.0, workers=1)
+    complete = status.PartStatus(part=Part(1, 1), report=report, progress=None, age_seconds=0)  # type: ignore[arg-type]
+    assert "next: llmfoundry-lite data join data/mine" in status.describe_rest([complete], 9, "data/mine")
 
 
 def test_progress_is_written_while_a_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
