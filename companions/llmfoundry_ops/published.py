@@ -199,9 +199,9 @@ def has_ended_early(sighting: Sighting | None, early_end: LaunchRecord | None) -
     It is not while the launch that began last still trains, because then the other one was only a second start of the
     same run. `sighting` is what is known of a launch that its record calls running; None for any other.
     """
-    if early_end is None:
-        return False
-    return sighting is None or sighting.is_gone or sighting.silent_seconds >= WATCH_SECONDS
+    if early_end is None or sighting is None:
+        return early_end is not None
+    return sighting.is_gone or sighting.has_released or sighting.silent_seconds >= WATCH_SECONDS
 
 
 def read_all_records(root: Folder) -> list[LaunchRecord]:
