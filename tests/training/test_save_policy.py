@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from composer.core import Callback, Timestamp
 
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.errors import CheckpointError, TransientError
@@ -19,7 +20,7 @@ from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.preemption import REASONS, SIGINT_REASON, STOP_FILE_REASON, Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.save_policy import FIRST_SECONDS, Decision, SavePolicy, SaveTimer
-from llmfoundry_lite.training.train import record_end
+from llmfoundry_lite.training.train import publish_if_early, record_end
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
 
@@ -144,6 +145,19 @@ def test_a_lost_peer_is_no_preemption_unless_this_rank_was_asked_to_leave_and_no
     reported = record_end(error, launch)
     assert (reported is error) == (status == "failed")
     assert [words[0] for words in written] == [status]
+
+
+@pytest.mark.parametrize(("has_begun", "files"), [(False, {"launches/early-end.json"}), (True, set())])
+def test_a_launch_that_has_not_begun_records_its_early_end(tmp_path, has_begun, files):
+    """One that has begun has a record of its own."""
+    folder = f"memory://ends/{has_begun}"
+    config = SimpleNamespace(
+        run_name="tiny", run_folder=str(tmp_path), checkpoint_folder=folder, max_duration=Duration(4, "ba")
+    )
+    run_folder = SimpleNamespace(is_main=True, trainer=object() if has_begun else None)
+    launch: Any = SimpleNamespace(run_folder=run_folder, config=config)
+    publish_if_early(CheckpointError("another launch trains this run"), launch)
+    assert open_folder(folder).tree_sizes().keys() == files
 
 
 def test_a_fault_before_lost_batches_are_trained_again_is_no_preemption(tmp_path, monkeypatch):
