@@ -11,6 +11,17 @@ import sys
 import time
 from pathlib import Path
 
+PAUSES_OF_TESTS = (0.0, 0.2)
+"""Pauses before restarts in a row, in seconds: enough to see that a launcher pauses, and says so."""
+GRACE_OF_TESTS = 0.1
+"""Seconds that ranks which wait for a signal get after another has failed; they use all of them."""
+SILENCE_SECONDS = float(os.environ.get("SILENCE_SECONDS", "0"))
+"""Time after which a rank is frozen; 0 for the launcher's own. Heartbeats and looks are as many in it as usual."""
+
+if SILENCE_SECONDS:
+    # Ranks are forks of the server, which imports this module, and runs as a program itself.
+    vars(sys.modules["__main__"])["BEAT_SECONDS"] = SILENCE_SECONDS / 10
+
 
 def main(arguments: list[str]) -> None:
     """Run one rank. The number of its try is that of earlier tries that have left a file."""
@@ -38,7 +49,14 @@ def main(arguments: list[str]) -> None:
 def launch() -> int:
     from llmfoundry_ops import launcher
 
-    launcher.SILENCE_SECONDS = float(os.environ.get("SILENCE_SECONDS", launcher.SILENCE_SECONDS))
+    if SILENCE_SECONDS:
+        launcher.SILENCE_SECONDS = SILENCE_SECONDS
+        launcher.BEAT_SECONDS = SILENCE_SECONDS / 10
+        launcher.LOOK_SECONDS = SILENCE_SECONDS / 20
+    launcher.PAUSE_SECONDS = PAUSES_OF_TESTS
+    # Ranks that leave after a signal have all the time that users' ranks have, however busy the machine is.
+    for code in (launcher.EXIT_RETRY, launcher.EXIT_RETRY_LOST, launcher.EXIT_FAILURE):
+        launcher.GRACE_SECONDS[code] = GRACE_OF_TESTS
     logs, num_ranks, max_restarts, imports, *words = sys.argv[1:]
     program = launcher.Program("llmfoundry_ops.tests.program", imports)
     one = launcher.Launcher(program, int(num_ranks), int(max_restarts), Path(logs))

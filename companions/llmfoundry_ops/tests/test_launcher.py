@@ -30,7 +30,7 @@ from llmfoundry_ops.server import BEAT_SECONDS, Beat, open_channel, receive, sen
 from tests.helpers.launch import ROOT
 
 DEADLINE_SECONDS = 60
-SOON = {"SILENCE_SECONDS": "2.5"}
+SOON = {"SILENCE_SECONDS": "1"}
 """For tests of frozen processes alone: on a busy machine others may be silent for longer."""
 
 
@@ -114,7 +114,7 @@ def test_a_rank_that_dies_takes_all_to_the_next_try_which_carries_on(launched, e
     first = "was killed by SIGKILL" if "KILL" in end else "left with exit code 1"
     assert words.splitlines() == [
         f"launcher: rank 1 {first}; restart 1 of 2, from the newest save",
-        "launcher: rank 0 was killed by SIGSEGV; restart 2 of 2 in 1 s, from the newest save",
+        "launcher: rank 0 was killed by SIGSEGV; restart 2 of 2 in 0.2 s, from the newest save",
     ]
     assert "autoresume" not in (run.logs / "began-0.0").read_text()
     assert (run.logs / "began-0.2").read_text().endswith("autoresume=true")
@@ -151,12 +151,10 @@ def test_when_no_try_is_left_it_says_what_the_culprit_said(launched, end, how, l
 
 
 def test_a_frozen_rank_is_found_and_a_busy_one_is_left_alone(launched):
-    run = launched(2, 1, "0.0=hold:150000000", "1.0=kill:SIGSTOP", "0.1=hold:150000000", **SOON)
+    run = launched(2, 1, "0.0=wait", "1.0=kill:SIGSTOP", "0.1=hold:150000000", **SOON)
     code, _, words = run.end()
     assert code == 0
-    assert words == (
-        "launcher: rank 1 is frozen: it has done nothing for 2.5 s; restart 1 of 1, from the newest save\n"
-    )
+    assert words == ("launcher: rank 1 is frozen: it has done nothing for 1 s; restart 1 of 1, from the newest save\n")
 
 
 @pytest.mark.parametrize(("used_since", "noticed_after"), [(0.0, 0.0), (0.4, BEAT_SECONDS)])
@@ -216,7 +214,7 @@ def test_asked_to_leave_while_ranks_are_frozen_it_has_left_and_says_why(launched
     launcher.resume()
     code, _, words = run.end()
     assert code == 75
-    assert words.endswith(" is frozen: it has done nothing for 2.5 s; the newest save stands, if there is one\n")
+    assert words.endswith(" is frozen: it has done nothing for 1 s; the newest save stands, if there is one\n")
 
 
 def test_a_rank_whose_log_cannot_be_opened_yet_is_not_taken_for_frozen(tmp_path):
@@ -361,7 +359,7 @@ def test_a_fault_that_passes_is_no_restart_and_is_tried_with_the_same_words(laun
     code, _, words = run.end()
     assert (code, words) == (
         0,
-        "launcher: rank 0 met a fault that may pass; next try in 1 s, for 60 s in all (retry_for)\n",
+        "launcher: rank 0 met a fault that may pass; next try in 0.2 s, for 60 s in all (retry_for)\n",
     )
     assert "autoresume" not in (run.logs / "began-0.1").read_text()
 
@@ -395,7 +393,7 @@ def test_a_run_that_met_a_fault_is_carried_on_if_it_had_begun(tmp_path, monkeypa
     assert told == [["a.yaml"], ["a.yaml", *added]]
 
 
-@pytest.mark.parametrize(("left_with", "expected"), [pytest.param(74, 75, marks=pytest.mark.slow), (71, 1)])
+@pytest.mark.parametrize(("left_with", "expected"), [(74, 75), (71, 1)])
 def test_when_the_time_is_spent_the_code_says_whether_anything_was_lost(launched, left_with, expected):
     code, _, words = launched(2, 3, "0.0=wait", f"1.0=exit:{left_with}").end()
     assert code == expected
@@ -415,9 +413,9 @@ def test_ctrl_c_does_not_end_the_server_that_still_imports():
 
 def test_a_launch_that_has_lost_batches_is_no_preemption_though_its_last_try_could_not_begin(launched):
     """The first try trains and can save nothing, and the second one finds that the bucket is still down."""
-    code, _, words = launched(1, 0, "0.0=exit:71", "0.1=exit:74", "0.2=exit:74", RETRY_SECONDS="0.5").end()
+    code, _, words = launched(1, 0, "0.0=exit:71", "0.1=exit:74", "0.2=exit:74", RETRY_SECONDS="0.1").end()
     assert code == 1
-    assert words.splitlines()[-1].startswith("launcher: rank 0 met a fault that may pass; tried again for 0.5 s")
+    assert words.splitlines()[-1].startswith("launcher: rank 0 met a fault that may pass; tried again for 0.1 s")
 
 
 def test_only_saved_batches_count_as_progress_of_a_launch(tmp_path, monkeypatch):
