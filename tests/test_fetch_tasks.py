@@ -282,7 +282,7 @@ def test_the_suite_core_is_copied_from_a_clone_of_llm_foundry(tmp_path, publishe
 def test_a_file_of_core_is_downloaded(tmp_path, published) -> None:
     handler = functools.partial(SimpleHTTPRequestHandler, directory=str(published))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         assert fetch(tmp_path, "core/copa", "--core-source", f"http://127.0.0.1:{server.server_port}/") == 0
         server.shutdown()
     assert (tmp_path / "data/core/copa.jsonl").read_bytes() == ROWS

@@ -46,7 +46,7 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("foreign")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     server.asked = []  # type: ignore[attr-defined]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/${{oc.env:SECRET}}"
     train_tokenizer(["the cat sat on a mat"] * 3, 300).save(folder / "tokenizer")
     (folder / "evil").mkdir()

@@ -3,6 +3,7 @@
 `Faults` says what the second one does to which request, by a seeded die.
 """
 
+import asyncio
 import os
 import random
 import socket
@@ -18,13 +19,18 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import patch
 
 from tests.helpers.launch import free_port
+
+POLL_SECONDS = 0.01
+"""Time between two looks of a server whether it has to shut down."""
+BACK_OFF_FACTOR = 0.01
 
 
 @contextmanager
 def s3_server():
-    """The server's port, once it answers."""
+    """The server's port, once it answers. Meanwhile s3fs tries again as often as usual, and waits less between."""
     port = free_port()
     environment = {**os.environ, "MOTO_PORT": str(port), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     process = subprocess.Popen(
@@ -45,7 +51,9 @@ def s3_server():
         # The endpoint may come from the environment, which is no part of the key by which clients are cached. So a
         # test would get the client of an earlier server.
         s3fs.S3FileSystem.clear_instance_cache()
-        yield port
+        sleep = asyncio.sleep
+        with patch.object(asyncio, "sleep", lambda seconds, *result: sleep(BACK_OFF_FACTOR * seconds, *result)):
+            yield port
     finally:
         process.kill()
         process.wait()
@@ -63,7 +71,7 @@ class DroppingProxy(socketserver.ThreadingTCPServer):
         self.drop_rate = drop_rate
         self.random = random.Random(seed)
         self.num_dropped = 0
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(POLL_SECONDS,), daemon=True).start()
 
     @property
     def port(self) -> int:
@@ -116,7 +124,7 @@ class RefusingProxy(ThreadingHTTPServer):
         self.target = target
         self.refuses: Callable[[str, str, dict[str, str]], str | None] = lambda method, path, headers: None
         self.num_refused = 0
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(POLL_SECONDS,), daemon=True).start()
 
     @property
     def port(self) -> int:

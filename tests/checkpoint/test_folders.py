@@ -210,7 +210,7 @@ class WholeFile(BaseHTTPRequestHandler):
 
 def test_an_answer_of_a_web_server_is_read_up_to_the_limit():
     with ThreadingHTTPServer(("127.0.0.1", 0), WholeFile) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         folder = open_folder(f"http://127.0.0.1:{server.server_port}")
         with little_memory(16):
             assert len(folder.read("manifest.json", MIB)) == MIB + 1

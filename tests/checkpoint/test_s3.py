@@ -401,7 +401,7 @@ def test_a_server_that_has_gone_is_told_by_the_error_alone_and_by_no_traceback(c
     folder = open_folder(connect())
     folder.put("file", b"1")
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as closing:
-        threading.Thread(target=closing.serve_forever, daemon=True).start()
+        threading.Thread(target=closing.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closing.server_address[1]}")
         s3fs.S3FileSystem.clear_instance_cache()
         folder = open_folder(folder.url)
@@ -545,8 +545,9 @@ def test_through_random_faults_nothing_is_lost_and_what_is_restored_was_committe
 
 
 @pytest.mark.fault
-def test_a_bucket_that_refuses_everything_is_reported_after_a_few_requests(server, connect):
+def test_a_bucket_that_refuses_everything_is_reported_after_a_few_requests(server, connect, monkeypatch):
     """Three layers repeat a request: by their defaults a hundred times, for minutes."""
+    monkeypatch.setattr(retry, "PAUSES_SECONDS", (0.0,) * len(retry.PAUSES_SECONDS))
     proxy = RefusingProxy(server)
     try:
         store, lease = saved(connect(proxy.port), 1)

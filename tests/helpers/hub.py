@@ -63,7 +63,7 @@ class Hub:
         self.servers = [ThreadingHTTPServer(("127.0.0.1", 0), _Request) for _ in range(2)]
         for server in self.servers:
             server.daemon_threads, server.hub = True, self
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         self.url, self.storage_url = (f"http://127.0.0.1:{server.server_address[1]}" for server in self.servers)
         return self
 
