@@ -13,6 +13,10 @@ TOUR = (ROOT / "docs/tour.md").read_text()
 BEHAVIOURS = re.findall(r"^\| (.+?) \| `([\w/]+\.py)` \| `(\w+)` \|$", TOUR, re.M)
 
 
+DEFINITION = re.compile(r"^ *(?:async )?(?:def|class) (\w+)|^ *(\w+)(?:: [^=\n]+)? = ", re.M)
+"""A line that defines a function, a class or a constant. To parse all files would take 5 s."""
+
+
 def names_of(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -58,7 +62,7 @@ def test_names_in_the_list_of_additions_exist():
     defined = set()
     for folder in ("llmfoundry_lite", "companions", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
-            defined.update(names_of(path))
+            defined.update(*DEFINITION.findall(path.read_text()))
     additions = TOUR.split("**To add**")[1]
     names = {name for name in re.findall(r"`(\w+)`", additions) if name != name.lower() or "_" in name}
     not_code = {"root_packages", *PACKAGES}

@@ -747,17 +747,22 @@ def texts_of(generator: np.random.Generator, num_documents: int, shift: float):
     return text([[(200 * rate, 200)] for rate in rates])
 
 
-@pytest.mark.parametrize("num_documents", [20, pytest.param(32, marks=pytest.mark.slow)])
-def test_a_large_difference_is_found_among_many_tests(tmp_path, num_documents):
+@pytest.mark.parametrize(
+    ("num_models", "num_resamples"),
+    [(6, 1_000), pytest.param(12, significance.NUM_RESAMPLES, marks=pytest.mark.slow)],
+)
+def test_a_large_difference_is_found_among_many_tests(tmp_path, monkeypatch, num_models, num_resamples):
+    """The draws of a single comparison would be too few for all of them."""
+    monkeypatch.setattr(significance, "NUM_RESAMPLES", num_resamples)
     generator = np.random.default_rng(0)
-    names = [f"text{number}/0-shot" for number in range(12)]
+    names = [f"text{number}/0-shot" for number in range(num_models)]
     paths = []
-    for model in range(12):
+    for model in range(num_models):
         shift = 0.0 if model == 0 else -0.1
-        tasks = {name: texts_of(generator, num_documents, shift) for name in names}
+        tasks = {name: texts_of(generator, significance.MIN_DOCUMENTS, shift) for name in names}
         paths.append(write_result(tmp_path / str(model), f"m{model}", tasks))
     comparisons = compare(load_results(paths))
-    assert sum(len(pair.tasks) for pair in comparisons) == 132
+    assert sum(len(pair.tasks) for pair in comparisons) == (num_models - 1) * num_models
     for pair in comparisons:
         for row in pair.tasks:
             assert row.verdict.startswith("better by"), row

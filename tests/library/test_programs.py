@@ -33,6 +33,7 @@ def settings(here, **changes):
     return yaml.safe_load((here / "runs/tiny/config.yaml").read_text()) | {"max_duration": "2ba"} | changes
 
 
+@pytest.mark.slow
 def test_ranks_of_a_launcher_train_and_evaluate_one_run(here, tmp_path):
     """The data of each batch are those of one rank. The examples' folder is left as it was."""
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 class Export(Callback):
-    """Collectives may take a second from now on, and rank 0 writes for three; or its disk is full."""
+    """Collectives may take a second from now on, and rank 0 writes for longer; or its disk is full."""
 
     def __init__(self, fails: bool):
         self.fails = fails
@@ -42,7 +42,7 @@ class Export(Callback):
             assert os.environ["RANK"] == "0"
             if self.fails:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            threading.Event().wait(3)
+            threading.Event().wait(1.5)
             write(*arguments, **options)
 
         training.export_model = export_model

@@ -63,17 +63,17 @@ def test_the_next_gets_ready_meanwhile_and_stands_still_while_steps_are_timed(tm
 
 
 def hang(task, mark):
-    mark(READY)
     subprocess.run(f"sleep 999 & echo $! > {task['told']}", shell=True)
+    mark(READY)
     time.sleep(999)
 
 
 @pytest.mark.multiprocess
 def test_one_that_hangs_is_ended_with_all_that_it_has_started(monkeypatch, tmp_path):
     told = tmp_path / "told"
-    monkeypatch.setattr(turns, "limit_of_turn", lambda left: 5.0)
+    monkeypatch.setattr(turns, "limit_of_turn", lambda left: 1.0)
     with Turns(hang, [FRESH | {"told": str(told)}]) as measured:
-        with pytest.raises(RuntimeError, match=r"matmul fp32: ended after 5 s .*, and no time is left"):
+        with pytest.raises(RuntimeError, match=r"matmul fp32: ended after 1 s .*, and no time is left"):
             measured.measure(0, LONG_SECONDS)
         wait_for(lambda: status_of(int(told.read_text())) in ("dead", "zombie"), 60, lost)
 
