@@ -18,7 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from llmfoundry_lite.checkpoint.save import as_bytes
+from llmfoundry_lite.checkpoint.staging import as_bytes
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.files import sync
 from llmfoundry_lite.ranks import exchange

@@ -55,8 +55,9 @@ from llmfoundry_lite.checkpoint.manifest import (
 )
 from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints
 from llmfoundry_lite.checkpoint.restore import ChunkRead, read_files, read_of_overlap
-from llmfoundry_lite.checkpoint.save import as_bytes, file_name
+from llmfoundry_lite.checkpoint.save import file_name
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, file_order, write_shard
+from llmfoundry_lite.checkpoint.staging import as_bytes
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES
 from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint

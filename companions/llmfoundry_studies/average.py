@@ -23,8 +23,9 @@ from llmfoundry_lite.checkpoint.full_tensors import read_full
 from llmfoundry_lite.checkpoint.grid import Chunk, Grid
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, TensorRecord
 from llmfoundry_lite.checkpoint.paths import folder_of_checkpoints, put_tokenizer, read_tokenizer
-from llmfoundry_lite.checkpoint.save import as_bytes, file_name
+from llmfoundry_lite.checkpoint.save import file_name
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, file_order, write_shard
+from llmfoundry_lite.checkpoint.staging import as_bytes
 from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
 from llmfoundry_lite.checkpoint.store import CheckpointStore, refuse_newer
 from llmfoundry_lite.config.spans import Duration

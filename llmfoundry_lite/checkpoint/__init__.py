@@ -11,15 +11,15 @@ docs/checkpoint-format.md describes the files. The modules form five groups; rea
    which launch may write. `store` puts these together: it lists, publishes and removes the checkpoints of one run.
    `retention` decides which of them are old. `run_log` keeps copies of the run's log beside them, and `paths` resolves
    what users give. `fallback` copies saves between a run's two places.
-3. Saving. `state` names the tensors of model and optimizer, `planning` decides which rank writes which chunk, and
-   `save` copies and writes them in the background. `state_digest` is a checksum that does not depend on how ranks
-   divide tensors. `save_interval` computes how often to save.
+3. Saving. `state` names the tensors of model and optimizer, `planning` decides which rank writes which chunk, `staging`
+   copies the chunks, and `save` writes them in the background. `state_digest` is a checksum that does not depend on how
+   ranks divide tensors. `save_interval` computes how often to save.
 4. Restoring. `start` chooses the checkpoint that a launch begins from, by manifests alone. `restore` reads a checkpoint
    into model and optimizer on all ranks.
 5. Tools. `full_tensors` reads whole tensors in one process, to export, compare or consolidate them.
 
 To follow one save, begin with `Saver` in `save`; to follow one restore, with `load_newest` in `restore`. Only `state`,
-`planning`, `save`, `restore`, `state_digest` and `full_tensors` import torch.
+`planning`, `staging`, `save`, `restore`, `state_digest` and `full_tensors` import torch.
 
 Words: a *save* is one act of saving with a unique `save_id`, a *draft* is its files before they are committed, and a
 *checkpoint* is a committed save. A *lease epoch* is the number of a launch's claim to write; later launches have higher

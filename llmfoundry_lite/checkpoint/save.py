@@ -10,50 +10,41 @@ The training loop calls `Saver.save` and `Saver.poll` after the same batches on 
 communicate. Background threads never take part in a collective, because its order among the loop's collectives would
 differ between ranks. So ranks learn of each other's progress and errors in `poll`.
 
-`state` and `planning` say what to write, `shards` writes a file, and `store` publishes; when to save is the loop's.
+`state` and `planning` say what to write, `staging` copies it, `shards` writes a file, and `store` publishes. When to
+save is the loop's.
 """
 
-import contextlib
 import copy
 import datetime
-import math
-import mmap
 import struct
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import state
 from llmfoundry_lite.checkpoint.commit import lease_epoch_of
-from llmfoundry_lite.checkpoint.grid import Chunk
 from llmfoundry_lite.checkpoint.launch_record import RecordWriter
 from llmfoundry_lite.checkpoint.lease import RELEASE_SECONDS, WATCH_SECONDS, LeaseRequest, Renewals
-from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.manifest import FileRecord, LogPart, Manifest, Segment, Timestamp
-from llmfoundry_lite.checkpoint.planning import SavePlan, agree_on_plan, boxes_of
+from llmfoundry_lite.checkpoint.planning import SavePlan, agree_on_plan
 from llmfoundry_lite.checkpoint.run_log import write_log
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_buffers, write_shard
-from llmfoundry_lite.checkpoint.state import DTYPES, Tensors, local_tensor
+from llmfoundry_lite.checkpoint.staging import Staging, as_bytes, chunk_values
 from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks import exchange
 from llmfoundry_lite.ranks.codec import decode_value, encode_value
 
-PINNED = "cuda"
-"""Type of the devices that copy to pinned host memory without a wait."""
 POLL_SECONDS = 10.0
 """How often ranks that wait for a save meet in a collective. Much shorter than the time after which one fails."""
 NOTE_SECONDS = 30.0
@@ -194,12 +185,8 @@ class Saver:
         self._plan: SavePlan | None = None
         self._plan_signature: Any = None
         """The names, dtypes, shapes and placements that `_plan` was made for."""
-        self._staged_plan: SavePlan | None = None
-        """The plan that `_staged_chunks` was allocated for."""
-        self._staged_chunks: Tensors = {}
-        """Copies of this rank's chunks in host memory, by key, in the order of the file."""
-        self._content = torch.empty(0, dtype=torch.uint8)
-        """The memory of all `_staged_chunks`: what the file holds after its header."""
+        self._staging = Staging()
+        """Copies of this rank's chunks in host memory."""
         self._in_flight: SaveInFlight | None = None
 
     @property
@@ -323,7 +310,7 @@ class Saver:
         store.on_phase("planned")
 
         # Copy what training will change. The scalars are encoded later, in the background.
-        self._stage(plan, current_state)
+        self._staging.copy_state(plan, current_state)
         metadata = replace(metadata, scalars=copy.deepcopy(metadata.scalars))
         self._in_flight = SaveInFlight(
             metadata=metadata,
@@ -349,7 +336,7 @@ class Saver:
         # Each rank sums the chunks that it would write, so that replicas count once.
         state_sum = 0
         with torch.no_grad():
-            for chunk, values in _chunk_values(plan, current_state):
+            for chunk, values in chunk_values(plan, current_state):
                 whole_shape = current_state.tensors[chunk.tensor].shape
                 state_sum += sum_keyed(chunk.tensor, values, chunk.offset, whole_shape)
         return format_digest(exchange.all_reduce_sum([state_sum])[0])
@@ -448,7 +435,7 @@ class Saver:
                 note_after_seconds *= 2
         return saved
 
-    # ------------------------------------------------------------------------------------------- copying and writing
+    # ------------------------------------------------------------------------------------------ planning and writing
 
     def _agree_on_plan(self, current_state: state.State) -> SavePlan:
         """Return the plan of which rank writes what, made anew only if it has to be.
@@ -468,49 +455,10 @@ class Saver:
             self._plan_signature = signature
         return self._plan
 
-    def _stage(self, plan: SavePlan, current_state: state.State) -> None:
-        """Copy this rank's chunks into host memory (`_staged_chunks`), and wait until the device has copied them.
-
-        When this returns, training may go on to change the tensors. The memory of the previous save is used again if
-        the plan is the same. Nothing may still write from it.
-        """
-        if plan is not self._staged_plan:
-            has_device_tensors = any(tensor.device.type == PINNED for tensor in current_state.tensors.values())
-            self._allocate_staging(plan, pinned=has_device_tensors)
-
-        # Start all copies, and then wait once for all of them.
-        has_async_copies = False
-        with torch.no_grad():
-            chunk_values = _chunk_values(plan, current_state)
-            for (_, values), staged_chunk in zip(chunk_values, self._staged_chunks.values(), strict=True):
-                has_async_copies |= values.device.type != "cpu"
-                staged_chunk.copy_(values, non_blocking=True)
-        if has_async_copies:
-            torch.cuda.synchronize()
-
-    def _allocate_staging(self, plan: SavePlan, *, pinned: bool) -> None:
-        """Allocate host memory for this rank's chunks: one block, `_content`, with a view for each chunk.
-
-        Sets `_content`, `_staged_chunks` and `_staged_plan`. Chunks lie in the order of the file and without gaps, so
-        that `_content` is what the file has after its header. With `pinned`, a device copies there without a wait.
-        """
-        chunks = plan.chunks_to_write
-        chunk_sizes = [chunk.num_bytes for chunk in chunks.values()]
-        num_bytes = sum(chunk_sizes)
-        self._staged_chunks = {}
-        if num_bytes != self._content.numel():
-            self._content = torch.empty(0, dtype=torch.uint8)  # frees the old memory before more is allocated
-            self._content = aligned_memory(num_bytes, pinned)
-
-        byte_views = self._content.split(chunk_sizes)
-        for (key, chunk), byte_view in zip(chunks.items(), byte_views, strict=True):
-            self._staged_chunks[key] = byte_view.view(DTYPES[chunk.dtype]).view(chunk.shape)
-        self._staged_plan = plan
-
     def _write(self, plan: SavePlan, current_state: state.State, store: CheckpointStore, save_id: str) -> RankReport:
         """Write this rank's file into the save's draft in `store`, and return this rank's report of it.
 
-        Runs in the background thread, and reads nothing that training changes: the chunks come from `_staged_chunks`,
+        Runs in the background thread, and reads nothing that training changes: the chunks come from `_staging`,
         and of `current_state` only numbers and names are used. Raises CheckpointError if the file cannot be written, or
         if a value is NaN or infinite, because a run could not be carried on from it.
         """
@@ -521,8 +469,8 @@ class Saver:
         # A second thread looks for values that are not finite, and sums the state digest, while this one writes.
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as second_thread:
-                checking = second_thread.submit(self._check_and_sum, plan)
-                record = write_shard(folder, name, header, [as_bytes(self._content)], on_phase=store.on_phase)
+                checking = second_thread.submit(self._staging.check_and_sum, plan)
+                record = write_shard(folder, name, header, [as_bytes(self._staging.content)], on_phase=store.on_phase)
         except OSError as error:
             raise CheckpointError(f"{folder.url}/{name}: not written: {error.strerror or error}") from error
 
@@ -541,26 +489,6 @@ class Saver:
             optimizer_digest=hash_buffers([numbers_and_names.encode()]),
             state_sum=state_sum,
         )
-
-    def _check_and_sum(self, plan: SavePlan) -> tuple[list[str], int]:
-        """Read the staged chunks once, to look for values that are NaN or infinite and to sum the state digest.
-
-        Returns the keys of chunks that have such a value, and this rank's part of the state digest: the sum over its
-        chunks modulo 2^64. Both look at a chunk part by part, so that each part enters the processor's cache only once.
-        """
-        non_finite_keys: list[str] = []
-        state_sum = 0
-        for key, chunk in plan.chunks_to_write.items():
-
-            def check_part(part: torch.Tensor, key: str = key) -> None:
-                """Note the chunk's key if this part of it has a value that is not finite."""
-                if key not in non_finite_keys and not _is_finite(part):
-                    non_finite_keys.append(key)
-
-            # `sum_keyed` calls `check_part` for each part just before it sums the part.
-            whole_shape = plan.tensors[chunk.tensor].shape
-            state_sum += sum_keyed(chunk.tensor, self._staged_chunks[key], chunk.offset, whole_shape, check_part)
-        return non_finite_keys, state_sum % (1 << 64)
 
     # ---------------------------------------------------------------------------------------------------- publishing
 
@@ -669,89 +597,6 @@ def _join_optimizers_of_ranks(rank_state: state.State, plan: SavePlan) -> tuple[
     return state.join_optimizers(optimizers), aliases
 
 
-def _chunk_values(plan: SavePlan, current_state: state.State) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """Yield each chunk that this rank writes, in the order of its file, with the part of a local tensor that holds the
-    chunk's values. The values are views, not copies."""
-    for chunk in plan.chunks_to_write.values():
-        tensor = current_state.tensors[chunk.tensor]
-        values = local_tensor(tensor)
-        if chunk.tensor in current_state.row_orders:
-            # This rank holds the tensor's rows in another order, so that several chunks lie in its local tensor.
-            boxes = boxes_of(tensor, current_state.row_orders[chunk.tensor])
-            boxes_of_chunk = [box for box in boxes if box.offset == chunk.offset]
-            values = values.narrow(0, boxes_of_chunk[0].first_row, chunk.shape[0])
-        yield chunk, values
-
-
 def file_name(rank: int) -> str:
     """Return the name of the file that a rank writes: `shard-00003.safetensors` for rank 3."""
     return f"shard-{rank:05d}.safetensors"
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no value of a CPU tensor is NaN or infinite. Whole numbers are always finite."""
-    if not tensor.is_floating_point():
-        return True
-    if tensor.element_size() == 1:  # torch cannot sum float8
-        tensor = tensor.float()
-    # If the sum is finite, so are all values. This takes half the time of `aminmax`, and needs no copy as `isfinite`
-    # does.
-    if math.isfinite(float(tensor.sum())):
-        return True
-    # The sum of finite values may have overflowed. Minimum and maximum are NaN if any value is.
-    return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
-
-
-def aligned_memory(num_bytes: int, pinned: bool) -> torch.Tensor:
-    """Allocate uint8 host memory, aligned so that a disk takes its bytes without a copy (see `LocalSink`).
-
-    With `pinned`, a device copies to it without a wait. torch's own pinned memory is not used, because it is rounded up
-    to a power of two and never given back. This is pageable memory of exactly the size asked for, which the driver pins
-    until it is freed. If the driver refuses, copies to it wait, and nothing else changes.
-
-    Raises MemoryError if there is no memory to pin.
-    """
-    if pinned and num_bytes:
-        # Memory-mapped pages are aligned. The tensor keeps them alive, and they are unpinned when it is freed.
-        try:
-            pages = _PinnedPages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(f"{num_bytes} bytes of host memory to copy a save to: {error.strerror}") from None
-        pages.madvise(mmap.MADV_DONTFORK)  # after a fork, the device could write to pages of the child process
-        memory = torch.frombuffer(pages, dtype=torch.uint8)
-        pages.pin(memory.data_ptr())
-        return memory
-
-    # Allocate more than is needed, and begin at the first aligned address.
-    memory = torch.empty(num_bytes + DIRECT_BYTES, dtype=torch.uint8)
-    first_aligned_byte = -memory.data_ptr() % DIRECT_BYTES
-    return memory[first_aligned_byte : first_aligned_byte + num_bytes]
-
-
-class _PinnedPages(mmap.mmap):
-    """Whole pages of memory that the CUDA driver pins, if it can, until they are freed. On ROCm, torch gives HIP's
-    functions the names of CUDA's."""
-
-    unpin: Callable[[], Any] | None = None
-    """Set by `pin` if the driver has pinned the pages."""
-
-    def pin(self, address: int) -> None:
-        """Ask the driver to pin the pages, which begin at `address`. Sets `unpin` if it has; otherwise they stay
-        pageable."""
-        runtime: Any = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(address, len(self), 0)) == 0:
-            self.unpin = partial(runtime.cudaHostUnregister, address)
-            return
-        # The failed call leaves an error that the next kernel would report as its own. This kernel clears it.
-        with contextlib.suppress(RuntimeError, AssertionError):
-            torch.zeros(1, device=PINNED)
-
-    def __del__(self) -> None:
-        """Unpin the pages, unless the interpreter is shutting down and the driver may be gone."""
-        if self.unpin is not None and not sys.is_finalizing():
-            self.unpin()
-
-
-def as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the memory of a contiguous CPU tensor as a uint8 array, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()

@@ -26,8 +26,9 @@ from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RenewingFilesystem, part_bytes
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.retention import prune
-from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver, aligned_memory, as_bytes
+from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, TRANSFER_BYTES, write_shard
+from llmfoundry_lite.checkpoint.staging import aligned_memory, as_bytes
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.cli import main as cli_main

@@ -23,8 +23,9 @@ from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Timestamp, decode, encode
 from llmfoundry_lite.checkpoint.planning import box_of, boxes_of, check_local_tensors, describe_sharding, make_plan
 from llmfoundry_lite.checkpoint.restore import enclosing_range, read_tensors
-from llmfoundry_lite.checkpoint.save import as_bytes, file_name
+from llmfoundry_lite.checkpoint.save import file_name
 from llmfoundry_lite.checkpoint.shards import build_header, write_shard
+from llmfoundry_lite.checkpoint.staging import as_bytes
 from llmfoundry_lite.checkpoint.state import DTYPES, local_tensor
 from llmfoundry_lite.checkpoint.store import Checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint

@@ -122,12 +122,12 @@ def test_saves_in_a_row_use_one_buffer_and_know_their_parents(tmp_path):
     saver = Saver(CheckpointStore(tmp_path), parent_save_id="e0-ba0-abc")
     saver.take_lease()
     save_now(saver, model, opt, 2)
-    address = saver._content.data_ptr()
+    address = saver._staging.content.data_ptr()
     saver.save(model, opt, about(3))
     earlier = saver.save(model, opt, about(4))
     assert earlier is not None and earlier.name == "ba3"
     saver.wait()
-    assert saver._content.data_ptr() == address
+    assert saver._staging.content.data_ptr() == address
     manifests = [open_checkpoint(tmp_path / name).manifest for name in ("ba2", "ba3", "ba4")]
     ids = ["e0-ba0-abc", *(m.save_id for m in manifests)]
     assert [m.parent_save_id for m in manifests] == ids[:-1]

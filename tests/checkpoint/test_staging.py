@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
-from llmfoundry_lite.checkpoint.save import aligned_memory
+from llmfoundry_lite.checkpoint.staging import aligned_memory
 
 ODD = (64 << 20) + 12_345
 

@@ -28,7 +28,8 @@ from llmfoundry_formats.dcp import PortableStorageReader, PortableStorageWriter
 from llmfoundry_lite.checkpoint import local_folder, manifest, restore
 from llmfoundry_lite.checkpoint.full_tensors import consolidate
 from llmfoundry_lite.checkpoint.manifest import DCP_STATE, encode
-from llmfoundry_lite.checkpoint.save import Saver, as_bytes
+from llmfoundry_lite.checkpoint.save import Saver
+from llmfoundry_lite.checkpoint.staging import as_bytes
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.cli.main import run as command
