@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.checkpoint.manifest import Segment, decode_segment
+from llmfoundry_lite.checkpoint.manifest import Segment
+from llmfoundry_lite.checkpoint.manifest_json import decode_segment
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import OtherDataError
 from llmfoundry_lite.launch.replay import BEGUN, DETERMINISTIC, RECORDED

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
 from llmfoundry_lite.checkpoint.grid import Chunk, Grid
-from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
+from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp
+from llmfoundry_lite.checkpoint.manifest_json import decode
 from llmfoundry_lite.checkpoint.planning import chunks_of_rank, describe_sharding, make_plan
 from llmfoundry_lite.checkpoint.restore import find_reads, gather_names, read_tensors
 from llmfoundry_lite.checkpoint.retention import prune

@@ -19,7 +19,8 @@ from llmfoundry_lite.checkpoint.commit import COMMITTED, batch_of
 from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.launch_record import EARLY_END, RECORDS, find_epochs
 from llmfoundry_lite.checkpoint.lease import FOLDER as LEASES
-from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, Head, read_head
+from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, Head
+from llmfoundry_lite.checkpoint.manifest_json import read_head
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.run_log import METRICS, number_of, read_lines
 from llmfoundry_lite.checkpoint.store import CheckpointStore

@@ -3,7 +3,7 @@
 A checkpoint is a folder, `ba200`, with a manifest in JSON and one safetensors file for each rank that saved it.
 docs/checkpoint-format.md describes the files. The modules form five groups; read them in this order:
 
-1. The format on disk. `manifest` has the dataclasses of a checkpoint, and writes and reads their JSON. `grid` computes
+1. The format on disk. `manifest` has the dataclasses of a checkpoint, and `manifest_json` their JSON. `grid` computes
    which file holds which part (chunk) of a tensor. `shards` writes and reads safetensors files with hashes, and
    `verify` compares files with the manifest.
 2. Storage. `folder` is the interface to a folder, `local_folder` implements it for disks and `remote_folder` for object

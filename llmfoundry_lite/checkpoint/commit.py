@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 
 from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
-from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, MAX_BYTES, Head, Manifest, decode, read_head
+from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, MAX_BYTES, Head, Manifest
+from llmfoundry_lite.checkpoint.manifest_json import decode, read_head
 from llmfoundry_lite.checkpoint.open_folder import unreadable_file_error
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError

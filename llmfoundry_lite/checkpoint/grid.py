@@ -2,8 +2,8 @@
 
 A `Grid` cuts some of a tensor's dimensions, and its chunks are all combinations of the parts. It computes a chunk's
 box and file from the chunk's index, so that a manifest stores a few numbers instead of a list of chunks. `planning`
-makes grids from how ranks divide a tensor, and `manifest` writes and reads them. Files are known here only by their
-position in the manifest's list of files.
+makes grids from how ranks divide a tensor, and `manifest_json` writes and reads them. Files are known here only by
+their position in the manifest's list of files.
 
 Example: `Grid(chunks=(25, 0), files=(0,), strides=(1, 0))` for a tensor of shape (100, 8) has four chunks of 25 rows
 and all 8 columns; file 0 holds rows 0 to 24, and file 3 rows 75 to 99.

@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint import state
 from llmfoundry_lite.checkpoint.grid import ITEM_BYTES, Chunk
-from llmfoundry_lite.checkpoint.manifest import Manifest, decode
+from llmfoundry_lite.checkpoint.manifest import Manifest
+from llmfoundry_lite.checkpoint.manifest_json import decode
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, boxes_of
 from llmfoundry_lite.checkpoint.shards import NUM_THREADS, ReadRequest, open_shard, verify_file

@@ -1,7 +1,7 @@
 """The store of one run's checkpoints, `<save_folder>/ba200`, on a disk or behind an fsspec URL. No torch.
 
 `CheckpointStore` lists, publishes and removes checkpoints. It puts together what other modules do: `lease` decides
-which launch may write, `commit` makes a save appear or disappear whole, and `manifest` reads and writes the JSON.
+which launch may write, `commit` makes a save appear or disappear whole, and `manifest_json` reads and writes the JSON.
 `run_log` keeps the run's log beside the checkpoints, and `retention` decides which of them are old. A listing gives
 `Candidate`s, of which only a few bytes have been read. The functions in between open a single checkpoint.
 """
@@ -32,7 +32,8 @@ from llmfoundry_lite.checkpoint.commit import (
 from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.launch_record import RECORDS, list_records
 from llmfoundry_lite.checkpoint.lease import Lease, LeaseRequest, Leases
-from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, Head, Manifest, encode, read_head
+from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, Head, Manifest
+from llmfoundry_lite.checkpoint.manifest_json import encode, read_head
 from llmfoundry_lite.checkpoint.open_folder import check_files, open_folder
 from llmfoundry_lite.errors import (
     CheckpointError,

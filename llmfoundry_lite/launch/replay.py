@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.checkpoint.manifest import Segment, encode_record
+from llmfoundry_lite.checkpoint.manifest import Segment
+from llmfoundry_lite.checkpoint.manifest_json import encode_record
 from llmfoundry_lite.checkpoint.run_log import Record, number_of, read_lines
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.config.blocks import find_blocks

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.checkpoint.manifest import Segment, decode_segment, encode_record
+from llmfoundry_lite.checkpoint.manifest import Segment
+from llmfoundry_lite.checkpoint.manifest_json import decode_segment, encode_record
 from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.data.loader import build_text_loader

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmfoundry_lite.checkpoint import manifest as manifests
+from llmfoundry_lite.checkpoint import manifest_json
 from llmfoundry_lite.checkpoint.grid import Grid
 from llmfoundry_lite.checkpoint.manifest import (
     FileRecord,
@@ -15,9 +15,8 @@ from llmfoundry_lite.checkpoint.manifest import (
     Segment,
     TensorRecord,
     Timestamp,
-    decode,
-    encode,
 )
+from llmfoundry_lite.checkpoint.manifest_json import decode, encode
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -58,7 +57,7 @@ def unchecked(**changes):
     """Return JSON with false contents and a right checksum."""
     content = json.loads(encode(sound()))["manifest"] | changes
     inside = json.dumps(content).encode()
-    return manifests._envelope_start(inside) + inside + b"}\n"
+    return manifest_json._envelope_start(inside) + inside + b"}\n"
 
 
 def test_a_manifest_comes_back_as_it_was():
@@ -89,7 +88,7 @@ def test_any_cut_is_noticed(length):
 
 
 def log(**changes):
-    return {"log": [{**manifests.encode_record(LOG_PART), **changes}]}
+    return {"log": [{**manifest_json.encode_record(LOG_PART), **changes}]}
 
 
 def named(name):
@@ -175,10 +174,10 @@ HEADS = {
 @pytest.mark.fault
 @pytest.mark.parametrize("name", HEADS)
 def test_a_listing_believes_no_head_that_no_release_writes(name):
-    assert manifests.read_head(encode(sound())) is not None
+    assert manifest_json.read_head(encode(sound())) is not None
     content = json.loads(encode(sound()))["manifest"] | {name: HEADS[name]}
     lines = b",".join(b"\n" + json.dumps(key).encode() + b":" + json.dumps(content[key]).encode() for key in content)
-    assert manifests.read_head(b"{" + lines + b"\n}") is None
+    assert manifest_json.read_head(b"{" + lines + b"\n}") is None
 
 
 @pytest.mark.fault
@@ -195,7 +194,7 @@ def test_a_missing_item_is_named(name):
     del content[name]
     inside = json.dumps(content).encode()
     with pytest.raises(DamagedCheckpointError, match=f"m: no '{name}'"):
-        decode(manifests._envelope_start(inside) + inside + b"}\n", "m")
+        decode(manifest_json._envelope_start(inside) + inside + b"}\n", "m")
 
 
 def test_a_newer_format_is_not_damage():
@@ -208,20 +207,20 @@ def test_a_newer_format_is_not_damage():
 def test_a_list_of_a_billion_is_refused_before_it_is_built():
     inside = b'{"format":[' + b"0," * 40_000_000 + b"0]}"
     with pytest.raises(DamagedCheckpointError, match="more than the 67,108,864"):
-        decode(manifests._envelope_start(inside) + inside + b"}\n", "m")
+        decode(manifest_json._envelope_start(inside) + inside + b"}\n", "m")
 
 
 @pytest.mark.fault
 def test_deep_nesting_is_refused():
     inside = b'{"format":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}"
     with pytest.raises(DamagedCheckpointError, match="nested too deeply"):
-        decode(manifests._envelope_start(inside) + inside + b"}\n", "m")
+        decode(manifest_json._envelope_start(inside) + inside + b"}\n", "m")
 
 
 @pytest.mark.fault
 def test_what_is_too_large_to_be_read_is_not_written(monkeypatch):
     raw = encode(sound())
-    monkeypatch.setattr(manifests, "MAX_BYTES", 50)
+    monkeypatch.setattr(manifest_json, "MAX_BYTES", 50)
     with pytest.raises(CheckpointError, match=r"more than the 50 that can be read back; save from fewer ranks") as said:
         encode(sound())
     assert not isinstance(said.value, DamagedCheckpointError)

@@ -20,7 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from llmfoundry_lite.checkpoint import planning
 from llmfoundry_lite.checkpoint.grid import Box, Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
-from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Timestamp, decode, encode
+from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Timestamp
+from llmfoundry_lite.checkpoint.manifest_json import decode, encode
 from llmfoundry_lite.checkpoint.planning import box_of, boxes_of, check_local_tensors, describe_sharding, make_plan
 from llmfoundry_lite.checkpoint.restore import enclosing_range, read_tensors
 from llmfoundry_lite.checkpoint.save import file_name

@@ -21,7 +21,8 @@ from llmfoundry_lite.checkpoint import commit, local_folder
 from llmfoundry_lite.checkpoint import lease as leases
 from llmfoundry_lite.checkpoint.grid import Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
-from llmfoundry_lite.checkpoint.manifest import TensorRecord, encode
+from llmfoundry_lite.checkpoint.manifest import TensorRecord
+from llmfoundry_lite.checkpoint.manifest_json import encode
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.checkpoint.retention import prune

@@ -9,7 +9,8 @@ import torch
 import xxhash
 
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
-from llmfoundry_lite.checkpoint.manifest import MANIFEST, VERSION, Manifest, Timestamp, decode, encode
+from llmfoundry_lite.checkpoint.manifest import MANIFEST, VERSION, Manifest, Timestamp
+from llmfoundry_lite.checkpoint.manifest_json import decode, encode
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.run_log import read_log
@@ -88,7 +89,7 @@ def test_a_checkpoint_of_a_newer_release_is_neither_damaged_nor_renamed_nor_pass
 
 def test_a_manifest_of_a_newer_release_may_be_of_any_size(folder, monkeypatch):
     rewrite(folder / "ba2", lambda content: content.update(version=VERSION + 1, more=[0] * 1000))
-    monkeypatch.setattr("llmfoundry_lite.checkpoint.manifest.MAX_BYTES", 2000)
+    monkeypatch.setattr("llmfoundry_lite.checkpoint.manifest_json.MAX_BYTES", 2000)
     with pytest.raises(NewerFormatError):
         open_checkpoint(folder / "ba2")
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch.optim import AdamW
 
-from llmfoundry_lite.checkpoint.manifest import Segment, Timestamp, encode
+from llmfoundry_lite.checkpoint.manifest import Segment, Timestamp
+from llmfoundry_lite.checkpoint.manifest_json import encode
 from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.config.build import build_block

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.checkpoint.manifest import MANIFEST, encode
+from llmfoundry_lite.checkpoint.manifest import MANIFEST
+from llmfoundry_lite.checkpoint.manifest_json import encode
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from tests.helpers.launch import Launch, train
 from tests.helpers.resave import resave_into

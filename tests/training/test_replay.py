@@ -9,7 +9,7 @@ import pytest
 from composer.core import Callback
 
 from llmfoundry_lite.checkpoint.full_tensors import open_checkpoint
-from llmfoundry_lite.checkpoint.manifest import encode
+from llmfoundry_lite.checkpoint.manifest_json import encode
 from llmfoundry_lite.checkpoint.shards import hash_blocks, hash_buffers
 from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.errors import ConfigError

@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from llmfoundry_formats import dcp as dcp_writer
 from llmfoundry_formats.dcp import PortableStorageReader, PortableStorageWriter
-from llmfoundry_lite.checkpoint import local_folder, manifest, restore
+from llmfoundry_lite.checkpoint import local_folder, manifest_json, restore
 from llmfoundry_lite.checkpoint.full_tensors import consolidate
-from llmfoundry_lite.checkpoint.manifest import DCP_STATE, encode
+from llmfoundry_lite.checkpoint.manifest import DCP_STATE
+from llmfoundry_lite.checkpoint.manifest_json import encode
 from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.staging import as_bytes
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
@@ -233,7 +234,7 @@ def test_a_manifest_without_the_values_is_damaged(tmp_path, monkeypatch, capfd):
     save(small(), tmp_path / "ba1")
     broken = replace(open_checkpoint(tmp_path / "ba1").manifest, scalars={DCP_STATE: {"paths": {}}})
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "check_manifest", lambda *arguments: None)
+        patch.setattr(manifest_json, "check_manifest", lambda *arguments: None)
         (tmp_path / "ba1/manifest.json").write_bytes(encode(broken))
     assert command(["checkpoint", "inspect", str(tmp_path / "ba1")]) == 2
     assert "scalars: torch.distributed.checkpoint: expected values and paths" in capfd.readouterr().err

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
-from llmfoundry_lite.checkpoint.manifest import Segment, Timestamp, encode
+from llmfoundry_lite.checkpoint.manifest import Segment, Timestamp
+from llmfoundry_lite.checkpoint.manifest_json import encode
 from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
