@@ -113,6 +113,10 @@ class Preemption:
         self._batch_ended_at: float | None = None
         self._is_main = False
         """This is rank 0, which looks for the file STOP."""
+        self._has_ended = False
+        """`train` has recorded how this launch ends, so no thread records another end."""
+        self._has_failed = False
+        """The recorded end is a failure, whose exit code no thread may replace."""
         self._may_poll = True
         self._store_lock = threading.Lock()
         """Held while a thread is in torch's store."""
@@ -192,6 +196,16 @@ class Preemption:
         if self._store_lock.acquire(timeout=2.0):
             self._store_lock.release()
 
+    def note_end(self, *, has_failed: bool = False) -> None:
+        """Note that `train` has recorded how this launch ends, and returns or raises.
+
+        The process may live on for some seconds, for instance until an alert is delivered. From here on, no thread
+        prints or records another end. A process that does not end by itself in time is still ended, unless the launch
+        has failed: the exit code of a preemption would then hide the failure's.
+        """
+        self._has_ended = True
+        self._has_failed = has_failed
+
     def remove_stop_file(self) -> None:
         """Remove the file STOP if this launch leaves, so that the next launch does not find it. Rank 0 removes it."""
         is_leaving = self.agreed_reason or self.reason
@@ -257,7 +271,7 @@ class Preemption:
         The exit code tells a launcher what to do next. It is the other rank's code if one has failed; 1 if saves fail;
         and otherwise 75, which promises that the same command carries on from a save.
         """
-        if self.leave_by is None or now < self.leave_by:
+        if self.leave_by is None or now < self.leave_by or self._has_failed:
             return
         if self.failure is not None:
             self._leave("failed", describe_failure(self.failure), self.failure.code)
@@ -327,11 +341,12 @@ class Preemption:
     def _leave(self, status: str, text: str, exit_code: int) -> None:
         """Record how this launch ends, give back the lease, and end the process without waiting for the main thread.
 
-        Does not return. `status` is "failed" or "preempted", and `text` explains it. Errors are ignored on the way,
-        because the process must end.
+        Does not return. `status` is "failed" or "preempted", and `text` explains it. Nothing is recorded if `train` has
+        recorded an end. Errors are ignored on the way, because the process must end.
         """
         with suppress(Exception):
-            self.on_leave(status, text)
+            if not self._has_ended:
+                self.on_leave(status, text)
             if self._is_main and status == "preempted" and self.reason == STOP_FILE_REASON:
                 self.stop_file.unlink(missing_ok=True)  # so that the next launch does not find it
         with suppress(Exception):

@@ -129,6 +129,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
     preemption.remove_stop_file()
     trainer.close()
     preemption.stop_polling_store()
+    preemption.note_end()
 
 
 def start_launch(config: TrainConfig, partners: Partners | None) -> Launch:
@@ -284,6 +285,7 @@ def end_with_error(error: BaseException, launch: Launch) -> BaseException:
     launch.partners.close()
     reported = record_end(error, launch)
     if not isinstance(reported, Preempted):
+        launch.preemption.note_end(has_failed=True)
         launch.preemption.release_lease()
         publish_if_early(reported, launch)
         return reported
@@ -295,6 +297,7 @@ def end_with_error(error: BaseException, launch: Launch) -> BaseException:
         trainer.close()
     launch.preemption.release_lease()
     launch.preemption.stop_polling_store()
+    launch.preemption.note_end()
     return reported
 
 

@@ -1,5 +1,6 @@
 """A run that is asked to leave saves and leaves, in time, with 75; the same command carries on."""
 
+import contextlib
 import errno
 import json
 import os
@@ -11,17 +12,21 @@ import threading
 import time
 from concurrent.futures import wait
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from llmfoundry_lite.config.spans import parse_seconds
-from llmfoundry_lite.errors import EXIT_FAILURE, EXIT_PREEMPTED
+from llmfoundry_lite.errors import EXIT_FAILURE, EXIT_PREEMPTED, ConfigError
 from llmfoundry_lite.ranks import ending as launching
 from llmfoundry_lite.ranks.identity import age_seconds, uptime
 from llmfoundry_lite.ranks.signals import describe_reason_to_leave
 from llmfoundry_lite.ranks.status import read_status
 from llmfoundry_lite.training import preemption as preemption_module
+from llmfoundry_lite.training import train as train_module
 from llmfoundry_lite.training.checkpointing import Checkpointing
+from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
 from tests.helpers.launch import ROOT
@@ -327,6 +332,67 @@ def test_a_stop_file_is_removed_by_a_launch_that_leaves_late(tmp_path, monkeypat
     preemption._leave_if_late(preemption.leave_by)
     assert left == [75]
     assert (tmp_path / "STOP").exists() == stays
+
+
+class Ended:
+    """The end of a launch on this rank, with what its `train` and the threads of its `Preemption` record."""
+
+    def __init__(self, tmp_path, monkeypatch):
+        self.codes, self.recorded = [], []
+        monkeypatch.setattr(preemption_module, "exit_now", self.codes.append)
+        monkeypatch.setattr(train_module, "ignore_leaving_signals", lambda: None)
+        monkeypatch.setattr(preemption_module, "announce_preemption", lambda reason: None)
+        self.preemption = Preemption(tmp_path, 0.0, None, print, lambda status, why: self.recorded.append(status))
+        run_folder: Any = SimpleNamespace(
+            fail=lambda status, *reason, **options: self.recorded.append(status), trainer=None, folder=tmp_path
+        )
+        self.launch = train_module.Launch(
+            config=SimpleNamespace(), run_folder=run_folder, preemption=self.preemption, partners=Partners()
+        )
+
+    def let_time_pass(self):
+        """The process lives on until the thread would end it."""
+        self.preemption._note_reason(REASONS.index("SIGTERM"))
+        self.preemption._leave_if_late(time.monotonic() + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "recorded", "codes"),
+    [(launching.Preempted("left"), "preempted", [75]), (ConfigError("wrong"), "failed", [])],
+    ids=["preempted", "failed"],
+)
+def test_a_launch_has_one_end_though_its_process_lives_on_while_an_alert_is_sent(
+    tmp_path, monkeypatch, error, recorded, codes
+):
+    launch = Ended(tmp_path, monkeypatch)
+    assert train_module.end_with_error(error, launch.launch) is error
+    launch.let_time_pass()
+    assert launch.recorded == [recorded] and launch.codes == codes
+
+
+def test_a_launch_that_is_done_stays_done_though_its_process_lives_on(tmp_path, monkeypatch):
+    launch = Ended(tmp_path, monkeypatch)
+    launch.launch.run_folder.finish = launch.recorded.append
+    launch.launch.run_folder.start = lambda *arguments: None
+    trainer = SimpleNamespace(state=None, close=lambda: None)
+    nothing_to_train = dict.fromkeys(("announce_stop", "finish_copies"), lambda *arguments: None)
+    parts = SimpleNamespace(was_preempted_by="", wandb_run_id=None, history=None, **nothing_to_train)
+    launch.launch.config.export_at_end = False
+    launch.launch.config.max_duration = None
+    launch.preemption.listen = lambda: None
+    for name, stand_in in {
+        "start_launch": lambda config, partners: launch.launch,
+        "find_start": lambda config, takes_lease: None,
+        "build_and_restore": lambda *arguments: (trainer, parts),
+        "set_microbatch_size": lambda *arguments: None,
+        "progress_of": lambda state, max_duration: 1.0,
+        "run_missed_evaluation": lambda *arguments: None,
+        "user_errors_on_all_ranks": contextlib.nullcontext,
+    }.items():
+        monkeypatch.setattr(train_module, name, stand_in)
+    train_module.train(launch.launch.config)
+    launch.let_time_pass()
+    assert launch.recorded == ["done"] and launch.codes == [75]
 
 
 def seconds_left(tmp_path, max_wall_seconds):
