@@ -314,6 +314,6 @@ def keep_tokenizer(parent: Checkpoint, out: str) -> None:
     if TOKENIZER_FILE not in files:
         return
     try:
-        put_tokenizer(out, files, last=TOKENIZER_FILE)
+        put_tokenizer(out, files)
     except OSError as error:
         raise CheckpointError(f"{out}: the tokenizer was not written: {error.strerror or error}") from error

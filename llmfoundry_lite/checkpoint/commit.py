@@ -43,6 +43,8 @@ SAVE_ID = re.compile(r"e(\d+)-ba(\d+)-[0-9a-f]+")
 """Unique name of a save: its lease epoch, its batch, and random digits."""
 HINT = "latest.json"
 """Names the newest save, for people and scripts. Nothing here reads it."""
+COPYING = "copying"
+"""Empty file in the draft of a copy on an object store. See `PutCommits.begin_copy`."""
 LOG = "log"
 """The folder of the parts of the run's log: see `run_log.py`."""
 
@@ -194,6 +196,12 @@ class RenameCommits:
         if has_moved_earlier:
             self.root.child(moved_name).remove_all()
 
+    def begin_copy(self, save_id: str) -> None:
+        """Do nothing: a draft on a disk has a name by which it is known. `PutCommits` needs this."""
+
+    def end_copy(self, save_id: str) -> None:
+        """Do nothing, as `begin_copy`."""
+
     def set_aside(self, name: str) -> str:
         """Rename a damaged checkpoint so that readers no longer find it, and return its new name. Returns "" if it
         cannot be renamed."""
@@ -338,6 +346,22 @@ class PutCommits:
         check()
         self.root.child(committed_name(save_id)).put(MANIFEST, manifest_bytes)
 
+    def begin_copy(self, save_id: str) -> None:
+        """Mark a draft as that of a copy, before its first file, so that a user's command does not remove it.
+
+        The copied save may be older than the newest one here, as only the rest of an interrupted removal is otherwise
+        (`leftovers`). The mark of a copy that was killed goes with its draft, when the next launch begins. Raises
+        OSError.
+        """
+        folder, _ = self.draft(save_id)
+        folder.put(COPYING, b"")
+
+    def end_copy(self, save_id: str) -> None:
+        """Remove the mark from a copy that is committed. It does no harm, so a mark that cannot be removed stays."""
+        folder, _ = self.draft(save_id)
+        with contextlib.suppress(OSError):
+            folder.remove(COPYING)
+
     def set_aside(self, name: str) -> str:
         """Do nothing, because an object store has no renames. Returns ""."""
         return ""
@@ -424,7 +448,7 @@ class PutCommits:
     def leftovers(self, *, newest: tuple[int, int]) -> list[str]:
         """Return the paths of folders whose removal was interrupted when their manifest was gone already.
 
-        `newest` is as in `finish_removals`. Raises OSError.
+        `newest` is as in `finish_removals`. Drafts of copies are left out. Raises OSError.
         """
         paths = []
         for name in self.names():
@@ -437,7 +461,10 @@ class PutCommits:
                 if save_id is None:
                     continue
                 epoch_and_batch = int(save_id[1]), int(save_id[2])
-                if epoch_and_batch < newest:
+                if epoch_and_batch >= newest or COPYING in folder.child(child).names():
+                    continue
+                # A copy removes its mark after it has put the manifest, so that one of them is seen here.
+                if MANIFEST not in folder.names():
                     paths.append(f"{name}/{child}")
         return paths
 

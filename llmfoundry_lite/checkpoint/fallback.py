@@ -10,7 +10,7 @@ batch) orders the saves of both places.
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from llmfoundry_lite.checkpoint.commit import LOG, Checkpoint
@@ -18,7 +18,7 @@ from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.lease import Lease
 from llmfoundry_lite.checkpoint.manifest import FileRecord, LogPart
 from llmfoundry_lite.checkpoint.open_folder import unreadable_file_error
-from llmfoundry_lite.checkpoint.paths import TOKENIZER
+from llmfoundry_lite.checkpoint.paths import TOKENIZER, TOKENIZER_FILE
 from llmfoundry_lite.checkpoint.run_log import read_log, write_log
 from llmfoundry_lite.checkpoint.shards import TRANSFER_BYTES, verify_file
 from llmfoundry_lite.checkpoint.store import Candidate, CheckpointStore, condition_of
@@ -71,6 +71,7 @@ def copy_checkpoint(
     try:
         folder.remove_all()  # what an interrupted copy has left
         folder.make()
+        target.commits.begin_copy(manifest.save_id)
         files = []
         for file in manifest.files:
             _, _, name = file.name.rpartition("/")
@@ -83,6 +84,8 @@ def copy_checkpoint(
         log_parts = _write_whole_log(target, manifest.save_id, log.content)
         _copy_tokenizer(checkpoint.folder.parent(), target.root)
         copy = target.publish(replace(manifest, files=tuple(files), log=log_parts), lease, is_newest=is_newest)
+
+        target.commits.end_copy(manifest.save_id)
 
         # Retention may have removed the part before the manifest referred to it.
         part_names = target.root.child(LOG).names()
@@ -166,10 +169,11 @@ def _verify_copy(
 def _copy_tokenizer(source_root: Folder, target_root: Folder) -> None:
     """Copy the tokenizer beside the checkpoints of one place to another, unless it is there. Raises OSError."""
     source, target = source_root.child(TOKENIZER), target_root.child(TOKENIZER)
-    missing_names = sorted(set(source.names()) - set(target.names()))
+    missing_names = set(source.names()) - set(target.names())
     if missing_names:
         target.make()
-    for name in missing_names:
+    # TOKENIZER_FILE comes last, because its presence says that all files are there.
+    for name in sorted(missing_names, key=lambda name: (name == TOKENIZER_FILE, name)):
         content = source.read(name, MAX_TOKENIZER_FILE_BYTES)
         if len(content) <= MAX_TOKENIZER_FILE_BYTES:
             target.put(name, content)
@@ -187,8 +191,8 @@ class CopyBack:
         copy_back.stop()                begin no other copy
 
     A save is copied unless the first place held a save of a later launch when this launch began. Then another launch
-    has replaced the one that made it, so it is left where it is. A save that is complete in the first place is removed
-    from the second.
+    has replaced the one that made it, so it is left where it is. Once a save is complete in the first place, it is
+    removed from the second. A save whose copy fails does not prevent that of an older one.
     """
 
     def __init__(
@@ -199,6 +203,8 @@ class CopyBack:
         answers: Callable[[], bool],
         note: Callable[[str], None],
         on_copied: Callable[[str], None] = lambda name: None,
+        before_copies: Callable[[Sequence[Candidate]], None] = lambda in_first: None,
+        after_copies: Callable[[], None] = lambda: None,
         in_use: Collection[str] = (),
     ):
         """Begin to look for saves to copy, in a background thread.
@@ -208,6 +214,9 @@ class CopyBack:
         answers: returns whether the first place seems to answer, without asking it.
         note: called with a line for the user.
         on_copied: called with the name of each checkpoint that is in the first place by now.
+        before_copies: called with the checkpoints of the first place before it is seen what there is to copy, for
+            instance to remove old ones from the second.
+        after_copies: called when at least one save was copied, for instance to remove old ones from the first.
         in_use: names of checkpoints that a process reads. They are not removed from the second place meanwhile.
         """
         assert store.second is not None
@@ -217,15 +226,17 @@ class CopyBack:
         self.answers = answers
         self.note = note
         self.on_copied = on_copied
+        self.before_copies = before_copies
+        self.after_copies = after_copies
         self.in_use = in_use
         self._epoch_at_start: int | None = None
         """Highest lease epoch of a save in the first place when this launch began, 0 if there was none; None until it
         is known."""
         self._damaged: set[str] = set()
         """save_id of saves in the second place that turned out to be damaged."""
-        self._told = ""
-        """The last failure that was printed."""
-        self._moved_seconds = time.monotonic()
+        self._printed_failure = ""
+        """The line of the last failure, which is printed once; empty if the last attempt succeeded."""
+        self._progress_seconds = time.monotonic()
         """Monotonic time at which a copy made progress, or at which there was last something to do."""
         self._is_idle = threading.Event()
         self._is_over = threading.Event()
@@ -236,7 +247,7 @@ class CopyBack:
 
     def wake(self) -> None:
         """Look at once what there is to copy, instead of after AGAIN_SECONDS. It may be called from any thread."""
-        self._moved_seconds = time.monotonic()
+        self._progress_seconds = time.monotonic()
         self._is_idle.clear()
         self._wake.set()
 
@@ -250,7 +261,7 @@ class CopyBack:
 
     def is_worth_waiting(self) -> bool:
         """Return whether this thread is at work and makes progress, or has just been woken."""
-        has_stalled = time.monotonic() - self._moved_seconds > STALLED_SECONDS
+        has_stalled = time.monotonic() - self._progress_seconds > STALLED_SECONDS
         return not self._is_idle.is_set() and self.answers() and not has_stalled
 
     def _run(self) -> None:
@@ -263,56 +274,81 @@ class CopyBack:
                 continue
             try:
                 self._copy_all()
-                self._told = ""
+                self._printed_failure = ""
             except (CheckpointError, OSError) as error:
                 line = printable(f"not copied to {self.store.root.url} yet: {error}")
-                if line != self._told and not self._is_over.is_set():
+                if line != self._printed_failure and not self._is_over.is_set():
                     self.note(line)
-                    self._told = line
+                    self._printed_failure = line
             finally:
                 if not self._wake.is_set():
                     self._is_idle.set()
 
     def _copy_all(self) -> None:
-        """Copy the saves that the first place lacks, the newest first, and remove from the second what it has.
+        """Copy the saves of the second place that the first lacks, the newest first, and then remove the originals.
 
-        Raises CheckpointError if either place fails, or if another launch has taken the lease.
+        Raises CheckpointError if either place fails, or if another launch has taken the lease. If only some copies
+        fail, the others are made before the first of these errors is raised.
         """
         self.store.check(self.lease)
-        there = self.store.candidates()
+        in_first = self.store.candidates()
         if self._epoch_at_start is None:
-            self._epoch_at_start = self._find_epoch_at_start(there)
-        save_ids_there = {candidate.head.save_id: candidate for candidate in there if candidate.head is not None}
+            self._epoch_at_start = self._find_epoch_at_start(in_first)
+        self.before_copies(in_first)
 
+        failures: list[CheckpointError | OSError] = []
+        has_copied = False
         for candidate in self.second.candidates():
             if candidate.head is None or candidate.head.save_id in self._damaged:
                 continue
-            copy_there = save_ids_there.get(candidate.head.save_id)
-            if copy_there is None:
-                if candidate.head.lease_epoch < self._epoch_at_start:
-                    continue
-                copy = self._copy(candidate, there)
-                if copy is None:
-                    continue
-            else:
-                copy = copy_there.open()
-            check_present(copy)  # a late copier of an earlier launch may have removed its draft
-            self.on_copied(candidate.name)
-            if candidate.name not in self.in_use and not self._is_over.is_set():
-                self.second.remove(candidate.name, candidate.head.save_id)
+            try:
+                has_copied |= self._bring(candidate, in_first)
+            except (CheckpointError, OSError) as error:
+                if self._is_over.is_set() or not self.answers():
+                    raise
+                failures.append(error)
+        if has_copied:
+            self.after_copies()
+        if failures:
+            raise failures[0]
 
-    def _find_epoch_at_start(self, there: list[Candidate]) -> int:
-        """Return the highest lease epoch of a save that the first place had when this launch began; 0 if none."""
-        epochs = [candidate.head.lease_epoch for candidate in there if candidate.head is not None]
+    def _find_epoch_at_start(self, in_first: Sequence[Candidate]) -> int:
+        """Return the highest lease epoch of a save of an earlier launch in the first place; 0 if there is none."""
+        epochs = [candidate.head.lease_epoch for candidate in in_first if candidate.head is not None]
         return max((epoch for epoch in epochs if epoch < self.lease.epoch), default=0)
 
-    def _copy(self, candidate: Candidate, there: list[Candidate]) -> Checkpoint | None:
+    def _bring(self, candidate: Candidate, in_first: list[Candidate]) -> bool:
+        """Copy a save to the first place, unless it is there, and remove it from the second. Return whether it copied.
+
+        candidate: the save in the second place. It stays there if it is damaged, or of a launch that was replaced.
+        in_first: the saves of the first place, to which the copy is added.
+
+        Raises CheckpointError and OSError.
+        """
+        assert candidate.head is not None and self._epoch_at_start is not None
+        save_id = candidate.head.save_id
+        present = [other for other in in_first if other.head is not None and other.head.save_id == save_id]
+        copy: Checkpoint | None = None
+        if present:
+            copy = present[0].open()
+        elif candidate.head.lease_epoch >= self._epoch_at_start:
+            copy = self._copy(candidate, in_first)
+        if copy is None:
+            return False
+
+        check_present(copy)  # a copier of an earlier launch may have removed the draft meanwhile
+        self.on_copied(candidate.name)
+        if candidate.name not in self.in_use and not self._is_over.is_set():
+            self.second.remove(candidate.name, save_id)
+        return not present
+
+    def _copy(self, candidate: Candidate, in_first: list[Candidate]) -> Checkpoint | None:
         """Copy a save of the second place to the first. Returns None, with a line for the user, if it is damaged.
 
-        there: the saves of the first place, to which the copy is added.
+        in_first: the saves of the first place, to which the copy is added.
         """
         assert candidate.head is not None
-        is_newest = all(candidate.recency > other.recency for other in there if other.head is not None)
+        is_newest = all(candidate.recency > other.recency for other in in_first if other.head is not None)
         try:
             checkpoint = candidate.open()
             copy = copy_checkpoint(
@@ -324,13 +360,13 @@ class CopyBack:
             self._damaged.add(candidate.head.save_id)
             self.note(printable(f"{candidate.folder.url} is {condition_of(error)} and was not copied: {error}"))
             return None
-        there.append(candidate)
+        in_first.append(candidate)
         self.note(printable(f"copied {candidate.name} to {self.store.root.url}"))
         self.store.on_phase("copied")
         return copy
 
     def _note_progress(self, num_bytes: int) -> None:
         """Note that a copy makes progress. Raises CheckpointError if this launch ends."""
-        self._moved_seconds = time.monotonic()
+        self._progress_seconds = time.monotonic()
         if self._is_over.is_set():
             raise CheckpointError("the launch ends")

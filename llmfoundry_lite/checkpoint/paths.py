@@ -21,6 +21,8 @@ INSIDE_A_RUN = "checkpoints"
 """Folder of checkpoints in a run directory."""
 TOKENIZER = "tokenizer"
 """Folder beside a run's checkpoints that holds the files of the run's tokenizer."""
+TOKENIZER_FILE = "tokenizer.json"
+"""The file of that folder that is written last, so that its presence says that all files are there."""
 
 
 def folder_of_checkpoints(url: str) -> str:
@@ -95,20 +97,19 @@ def check_not_foreign(url: str) -> None:
             )
 
 
-def put_tokenizer(url: str, files: dict[str, bytes], *, last: str) -> None:
+def put_tokenizer(url: str, files: dict[str, bytes]) -> None:
     """Write a tokenizer's files beside the checkpoints of a run, unless a tokenizer is there already.
 
     url: the folder of checkpoints. The files go to its folder `tokenizer`.
     files: the content by file name.
-    last: the name of the file that is written last, so that its presence says that all files are there.
 
     Raises OSError.
     """
     folder = open_folder(url).child(TOKENIZER)
-    if last in folder.names():
+    if TOKENIZER_FILE in folder.names():
         return
     folder.make()
-    for name in sorted(files, key=lambda name: name == last):  # False comes before True
+    for name in sorted(files, key=lambda name: name == TOKENIZER_FILE):  # False comes before True
         folder.put(name, files[name])
 
 

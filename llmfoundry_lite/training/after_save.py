@@ -1,10 +1,10 @@
 """Work of rank 0 after each published save: it copies the tokenizer, and removes old checkpoints.
 
-The saver's thread does it, and a save counts as in flight until it is done. `checkpoint/retention.py` decides which
-checkpoints are old.
+The saver's thread does it, and a save counts as in flight until it is done, so that it asks no other place than that of
+the save. `checkpoint/retention.py` decides which checkpoints are old.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from llmfoundry_lite.checkpoint import retention
 from llmfoundry_lite.checkpoint.lease import Lease
@@ -13,7 +13,6 @@ from llmfoundry_lite.checkpoint.store import Candidate, CheckpointStore
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.data.tokenizer import load_tokenizer
-from llmfoundry_lite.data.tokenizer_files import TOKENIZER_FILE
 from llmfoundry_lite.errors import CheckpointError, UserError
 
 
@@ -43,14 +42,13 @@ class AfterSave:
         self.has_tokenizer = has_tokenizer
         self._urls_with_tokenizer: set[str] = set()
         """Places that have the tokenizer beside the checkpoints."""
+        self._printed_failure = ""
+        """The line of the last failure in `save_fallback`, which is printed once; empty if there was none since."""
 
     def finish(self, lease: Lease, place: CheckpointStore) -> None:
         """Do what follows a save that is published in `place`. Raises CheckpointError if another launch saves now."""
         self.copy_tokenizer(place.root.url)
-        if place is self.store:
-            self.remove_old(lease)
-        elif self.config.save_num_checkpoints_to_keep > 0:
-            self._remove_old_in(place, lease, [])  # the first place does not answer, so nothing there counts
+        self.remove_old(lease, place)
 
     def copy_tokenizer(self, place_url: str) -> None:
         """Copy the tokenizer beside the checkpoints, so that they can be evaluated or exported on another machine.
@@ -61,50 +59,59 @@ class AfterSave:
         if place_url in self._urls_with_tokenizer or not self.has_tokenizer:
             return
         try:
-            put_tokenizer(place_url, load_tokenizer(self.config.tokenizer.name).files(), last=TOKENIZER_FILE)
+            put_tokenizer(place_url, load_tokenizer(self.config.tokenizer.name).files())
             self._urls_with_tokenizer.add(place_url)
         except (OSError, UserError) as error:
             self.print_line(f"the tokenizer was not copied beside the checkpoints: {error}")
 
-    def remove_old(self, lease: Lease) -> None:
-        """Remove checkpoints that `save_num_checkpoints_to_keep` does not keep. It may be called from any thread.
+    def remove_old(self, lease: Lease, place: CheckpointStore | None = None) -> None:
+        """Remove checkpoints of one place that `save_num_checkpoints_to_keep` does not keep, from any thread.
 
-        The checkpoints in `save_folder` and `save_fallback` count together. A failure is printed. Raises
-        CheckpointError only if another launch has taken the lease in `save_folder`.
+        place: the one of the two places; None: `save_folder`. The other is not looked at, because it may not answer,
+            and because this one has to keep a checkpoint for a machine that does not see the other.
+
+        A failure is printed. Raises CheckpointError only if another launch has taken the lease there.
         """
-        if self.config.save_num_checkpoints_to_keep < 0:
-            return
-        second = self.store.second
-        if second is None:
-            self._remove_old_in(self.store, lease, [])
-            return
+        if place is None:
+            place = self.store
         try:
-            in_second = second.candidates()
-        except CheckpointError as error:
-            # While one place is away, the other keeps as many as both would keep together.
-            self.print_line(f"old checkpoints in save_fallback were not removed: {error}")
-            self._remove_old_in(self.store, lease, [])
-            return
-        self._remove_old_in(self.store, lease, in_second)
-        try:
-            self._remove_old_in(second, lease, self.store.candidates())
-        except CheckpointError as error:
-            # The lease in save_folder decides who may write. It has just been checked, unless that place is away.
-            self.print_line(f"old checkpoints in save_fallback were not removed: {error}")
-
-    def _remove_old_in(self, place: CheckpointStore, lease: Lease, elsewhere: list[Candidate]) -> None:
-        """Remove old checkpoints from one place, where `elsewhere` are those of the other that count as well."""
-        try:
-            retention.prune(
-                place,
-                lease,
-                keep_newest=self.config.save_num_checkpoints_to_keep,
-                keep_every_batches=self.config.save_keep_every_batches,
-                keep_names=self.in_use,
-                elsewhere=elsewhere,
-                verify=check_present,
-            )
+            self._prune(place, lease, [])
         except CheckpointError as error:
             if not error.is_transient:
                 place.check(lease)
             self.print_line(f"old checkpoints were not removed: {error}")
+
+    def remove_old_in_second(self, lease: Lease, in_first: Sequence[Candidate]) -> None:
+        """Remove checkpoints in `save_fallback` that are not among the newest of both places.
+
+        in_first: the checkpoints in `save_folder`.
+
+        The thread that copies calls this, so that it copies none that would be removed at once. A failure is printed
+        once, and nothing is raised: the lease in `save_folder` decides who may write.
+        """
+        assert self.store.second is not None
+        line = ""
+        try:
+            self._prune(self.store.second, lease, in_first)
+        except CheckpointError as error:
+            line = f"old checkpoints in save_fallback were not removed: {error}"
+        if line and line != self._printed_failure:
+            self.print_line(line)
+        self._printed_failure = line
+
+    def _prune(self, place: CheckpointStore, lease: Lease, elsewhere: Sequence[Candidate]) -> None:
+        """Remove old checkpoints from one place, where `elsewhere` are those of the other that count as well.
+
+        Raises CheckpointError.
+        """
+        if self.config.save_num_checkpoints_to_keep < 0:
+            return
+        retention.prune(
+            place,
+            lease,
+            keep_newest=self.config.save_num_checkpoints_to_keep,
+            keep_every_batches=self.config.save_keep_every_batches,
+            keep_names=self.in_use,
+            elsewhere=elsewhere,
+            verify=check_present,
+        )

@@ -163,7 +163,7 @@ class Checkpointing(Callback):
         if self.saver.second_error:
             self.store.second = None  # it was read for the restore, and this launch may not write there
             self.print_on_rank_0(f"warning: save_fallback is not used by this launch: {self.saver.second_error}")
-        self.second_place.begin_copying(self.saver, self.in_use)
+        self.second_place.begin_copying(self.saver, self.after_save)
 
     def _release_lease(self) -> None:
         """Copy no more saves, and let another launch take the lease at once."""

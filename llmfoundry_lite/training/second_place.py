@@ -16,6 +16,7 @@ from llmfoundry_lite.checkpoint.start import Start
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.ranks.status import SAVED_IN, read_status
+from llmfoundry_lite.training.after_save import AfterSave
 
 IN_FALLBACK = "checkpoint/in_save_fallback"
 """Key in the record of a batch, 1 where a save was found to be published in `save_fallback`."""
@@ -99,20 +100,23 @@ class SecondPlace:
 
     # ------------------------------------------------------------------------------------------------------ copying
 
-    def begin_copying(self, saver: Saver, in_use: set[str]) -> None:
+    def begin_copying(self, saver: Saver, after_save: AfterSave) -> None:
         """Begin to copy saves to the first place whenever that answers, on rank 0.
 
-        `in_use` has names of checkpoints that a process reads, so that they are not removed.
+        `after_save` removes old checkpoints in both places, and knows which may not be removed.
         """
-        if saver.second is None or saver.lease is None:
+        lease = saver.lease
+        if saver.second is None or lease is None:
             return
         self.copy_back = CopyBack(
             self.store,
-            saver.lease,
+            lease,
             answers=lambda: saver.first_answers,
             note=self.print_line,
             on_copied=self._copied_names.add,
-            in_use=in_use,
+            before_copies=lambda in_first: after_save.remove_old_in_second(lease, in_first),
+            after_copies=lambda: after_save.remove_old(lease),
+            in_use=after_save.in_use,
         )
 
     def note_copies(self, newest_batch: int) -> bool:

@@ -2,19 +2,23 @@
 
 import errno
 import threading
+import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llmfoundry_lite.checkpoint import fallback
-from llmfoundry_lite.checkpoint.commit import DRAFT
+from llmfoundry_lite.checkpoint.commit import COPYING, DRAFT
 from llmfoundry_lite.checkpoint.fallback import CopyBack, copy_checkpoint
 from llmfoundry_lite.checkpoint.lease import LeaseRequest
+from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.open_folder import open_folder
+from llmfoundry_lite.checkpoint.paths import TOKENIZER_FILE
 from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.run_log import read_log, write_log
-from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
+from llmfoundry_lite.checkpoint.store import Candidate, CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, verify_checkpoint
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import CheckpointError
@@ -118,16 +122,26 @@ def test_saves_are_copied_the_newest_first_and_then_removed_from_the_second(tmp_
     assert b'"name":"ba4"' in (tmp_path / "first/latest.json").read_bytes()
 
 
-def test_log_and_tokenizer_go_with_a_copy(tmp_path):
+def test_log_and_tokenizer_go_with_a_copy(tmp_path, monkeypatch):
     first, second, lease = launch(tmp_path)
     draft = write_draft(second, lease, 2)
     log = b'{"batch": 1}\n{"batch": 2}\n'
     second.publish(replace(draft, log=write_log(second, draft.save_id, log, ())), lease)
     (tmp_path / "second/tokenizer").mkdir()
-    (tmp_path / "second/tokenizer/tokenizer.json").write_text("{}")
+    for name in (TOKENIZER_FILE, "tokenizer_config.json"):
+        (tmp_path / "second/tokenizer" / name).write_text("{}")
+    put, written = LocalFolder.put, []
+
+    def put_and_note(folder: LocalFolder, name: str, content: bytes, **options: bool) -> None:
+        written.append(name)
+        put(folder, name, content, **options)
+
+    monkeypatch.setattr(LocalFolder, "put", put_and_note)
     copy_back(first, lease)
     assert read_log(open_checkpoint(tmp_path / "first/ba2")).content == log
     assert (tmp_path / "first/tokenizer/tokenizer.json").read_text() == "{}"
+    in_order = [name for name in written if name.startswith("tokenizer")]
+    assert in_order == ["tokenizer_config.json", TOKENIZER_FILE], "it says that all files are there"
 
 
 @pytest.mark.fault
@@ -150,8 +164,9 @@ def test_a_copy_that_is_interrupted_leaves_a_whole_checkpoint_in_one_place(tmp_p
     copier = CopyBack.__new__(CopyBack)
     copier.store, copier.second, copier.lease = dying, dying.second, lease
     copier._epoch_at_start, copier._damaged = None, set()
-    copier.note = copier.on_copied = lambda line: None
-    copier.in_use, copier._is_over, copier._moved_seconds = (), threading.Event(), 0.0
+    copier.note = copier.on_copied = copier.before_copies = lambda argument: None
+    copier.answers, copier.after_copies = lambda: True, lambda: None
+    copier.in_use, copier._is_over, copier._progress_seconds = (), threading.Event(), 0.0
     with pytest.raises(Killed):
         copier._copy_all()
 
@@ -301,6 +316,70 @@ def test_a_user_copies_the_newest_save_unless_the_run_has_gone_on(tmp_path, caps
     save(second, lease, 3)
     assert main.run([*command[:2], f"{tmp_path}/second/ba3", command[3]]) == 2
     assert "so the run has gone on; to begin another run" in capsys.readouterr().err
+
+
+@pytest.mark.fault
+def test_a_save_that_cannot_be_copied_does_not_hold_up_older_ones(tmp_path, monkeypatch):
+    first, second, lease = launch(tmp_path)
+    save(second, lease, 2)
+    save(second, lease, 4)
+    copy = fallback.copy_checkpoint
+
+    def fails_for_the_newest(checkpoint, *arguments, **options):
+        if checkpoint.name == "ba4":
+            raise OSError(errno.EFBIG, "File too large")
+        return copy(checkpoint, *arguments, **options)
+
+    monkeypatch.setattr(fallback, "copy_checkpoint", fails_for_the_newest)
+    after_copies: list[str] = []
+    lines = copy_back(first, lease, after_copies=lambda: after_copies.append("pruned"))
+    assert lines[0] == f"copied ba2 to {tmp_path}/first"
+    assert lines[1].startswith(f"not copied to {tmp_path}/first yet: ") and "File too large" in lines[1]
+    assert (names(first), names(second)) == (["ba2"], ["ba4"]) and after_copies == ["pruned"]
+
+
+def test_what_retention_does_not_keep_is_not_copied(tmp_path):
+    first, second, lease = launch(tmp_path)
+    for batch in (2, 4):
+        save(second, lease, batch)
+    save(first, lease, 6)
+
+    def keep_two(in_first: Sequence[Candidate]) -> None:
+        prune(second, lease, keep_newest=2, elsewhere=in_first, verify=check_present)
+
+    assert copy_back(first, lease, before_copies=keep_two) == [f"copied ba4 to {tmp_path}/first"]
+    assert (names(first), names(second)) == (["ba6", "ba4"], [])
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("phase", ["files copied", "before rename", "after rename"])
+def test_a_user_s_prune_beside_a_copy_to_a_bucket_leaves_its_draft(tmp_path, phase):
+    """The copied save is older than the newest one there, as is the rest of an interrupted removal."""
+    bucket = CheckpointStore(f"memory://{uuid.uuid4().hex}", second=CheckpointStore(tmp_path / "second"))
+    lease = bucket.acquire()
+    assert bucket.second is not None
+    bucket.second.follow(lease)
+    original = save(bucket.second, lease, 2)
+    save(bucket, lease, 4)
+
+    def prune_meanwhile(reached: str) -> None:
+        if reached == phase:
+            assert prune(CheckpointStore(bucket.root.url), None, keep_newest=2) == []
+
+    bucket.on_phase = prune_meanwhile
+    copy = copy_checkpoint(original, bucket, lease, is_newest=False)
+    verify_checkpoint(open_checkpoint(copy.url))
+    assert names(bucket) == ["ba4", "ba2"]
+    assert COPYING not in copy.folder.child(copy.manifest.save_id).names()
+
+    # A copy that is killed leaves its draft to the next launch.
+    draft, _ = bucket.commits.draft("e1-ba3-0123456789ab")
+    bucket.commits.begin_copy("e1-ba3-0123456789ab")
+    draft.put("shard", b"x")
+    prune(bucket, None, keep_newest=1)
+    assert names(bucket) == ["ba4"] and draft.names() == [COPYING, "shard"]
+    bucket.acquire(steal_from_live_writer=True)
+    assert draft.names() == []
 
 
 @pytest.mark.fault
