@@ -88,7 +88,7 @@ class Turns:
         """Build the saver, and run what should not be timed. Collective."""
         self.state = (model, optimizer)
         self.train = partial(train_batch, model, optimizer, shape)
-        self.saver = Saver(store, after_publish=partial(keep_one, store))
+        self.saver = Saver(store, after_publish=keep_one)
         self.saver.take_lease()
         self.batch = 0
         train_batch(model, optimizer, Shape(MICROBATCH, shape.num_tokens))
@@ -128,9 +128,9 @@ class Turns:
         self.saver.save(*self.state, SaveMetadata(timestamp=Timestamp(batch=self.batch)))
 
 
-def keep_one(store: CheckpointStore, lease: Lease) -> None:
+def keep_one(lease: Lease, place: CheckpointStore) -> None:
     """Remove all checkpoints except the newest, because the disk has room for few. Called after each publication."""
-    prune(store, lease, keep_newest=1)
+    prune(place, lease, keep_newest=1)
 
 
 def train_batch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, shape: Shape) -> None:
