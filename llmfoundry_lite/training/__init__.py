@@ -15,6 +15,7 @@
                         EVAL_BATCH_START, EVAL_BATCH_END]; save, or leave [BATCH_CHECKPOINT]; wait for the last save
                         [FIT_END]
     save_policy.py, failed_saves.py, run_state.py    when to save; failed saves; the state besides tensors
+    save_texts.py       what a launch says of its saves: messages, and fields of status.json
     after_save.py       after each save, on rank 0: the tokenizer beside it, and removing old ones
     second_place.py     which save is in `save_fallback` and why, and when it is copied
     preemption.py       reasons to leave early, and leaving in time: signals, a deadline, the file STOP

@@ -9,7 +9,6 @@ saves when `save_policy` decides so. `run_state` has the state besides tensors. 
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,10 +28,9 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkp
 from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes
 from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
-from llmfoundry_lite.errors import CheckpointError, DivergedError, TransientError, UserError, one_line, printable
-from llmfoundry_lite.ranks.ending import Preempted, all_ranks_fail, is_lost_peer
+from llmfoundry_lite.errors import CheckpointError, TransientError, UserError, printable
+from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
-from llmfoundry_lite.ranks.status import HAS_PARTNERS
 from llmfoundry_lite.retry import Budget
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.after_save import AfterSave
@@ -42,7 +40,7 @@ from llmfoundry_lite.training.gradient_step import GradientStep
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
-from llmfoundry_lite.training.run_folder import RunFolder, log_until
+from llmfoundry_lite.training.run_folder import log_until
 from llmfoundry_lite.training.run_state import (
     RunState,
     build_segment,
@@ -50,10 +48,17 @@ from llmfoundry_lite.training.run_state import (
     with_references,
 )
 from llmfoundry_lite.training.save_policy import SavePolicy
+from llmfoundry_lite.training.save_texts import (
+    describe_failed_saves,
+    describe_newest_save,
+    describe_preemption,
+    describe_remaining,
+    describe_saves,
+    describe_unsaved,
+)
 from llmfoundry_lite.training.schedule import has_passed, is_evaluation_due
 from llmfoundry_lite.training.second_place import IN_FALLBACK, SecondPlace
 from llmfoundry_lite.training.start import describe_differences, lease_request, restore_tensors
-from llmfoundry_lite.training.trainer import ParallelTrainer
 
 RETRY_PAUSES_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses between attempts at the last save; the last pause repeats."""
@@ -132,7 +137,7 @@ class Checkpointing(Callback):
         """Whether the newest save is in `save_fallback`, and why."""
         self.failed_saves = FailedSaves(self.config.max_unsaved)
         self.on_saves: Callable[[dict[str, Any]], None] = lambda saves: None
-        """Called with `describe_saves()` whenever that has changed."""
+        """Called with `describe_saves(self)` whenever that has changed."""
         self.in_use: set[str] = set()
         """On rank 0: names of checkpoints that a process of this launch reads. They are not removed meanwhile."""
         self.after_save = AfterSave(
@@ -236,9 +241,9 @@ class Checkpointing(Callback):
         self.published_batch = self.begun_batch if self.start.is_run_folder else -1
 
         # From now on, exit messages and status.json can tell what is saved.
-        self.preemption.describe_saves = partial(self.describe_remaining, state)
+        self.preemption.describe_saves = partial(describe_remaining, self, state)
         self.preemption.describe_failed_save = self.failed_saves.describe
-        self.on_saves(self.describe_saves())
+        self.on_saves(describe_saves(self))
 
     def announce_stop(self, state: State) -> bool:
         """Print on rank 0 why this launch has nothing to train, if that is so, right after the restore.
@@ -259,37 +264,6 @@ class Checkpointing(Callback):
             reason = self.policy.stop_reason or f"the run has reached stop_at, {as_yaml(self.config.stop_at)}"
             self.print_on_rank_0(f"{reason}: it is at batch {batch}")
         return is_launch_over
-
-    def describe_remaining(self, state: State) -> str:
-        """Return which batches no save holds, and which checkpoint remains, if this process ends now.
-
-        It is a part of rank 0's exit message, such as "batches 5 to 8 are in no save; ba4 stands". It may be called
-        from any thread, because the main thread may hang.
-        """
-        if not self.partners.writes_checkpoints:
-            return "what was saved stands"
-
-        # A save that is published during a batch is in `durable_batch` first.
-        newest_batch = max(self.published_batch, self.durable_batch)
-        if newest_batch <= 0:
-            again = "" if self.config.autoresume else " with autoresume=true"
-            return f"nothing was saved yet, and the same command{again} starts over"
-        unsaved = self._describe_unsaved(state, max(newest_batch, self.first_batch - 1))
-        stands = f"ba{newest_batch} stands{self.second_place.suffix}"
-        return f"{unsaved}; {stands}" if unsaved else stands
-
-    def _describe_unsaved(self, state: State, saved_batch: int) -> str:
-        """Return in words which batches after `saved_batch` have been trained; empty if none have.
-
-        For example, "batches 5 to 8 are in no save" or "batch 5 is in no save".
-        """
-        first_unsaved = saved_batch + 1
-        last_trained = int(state.timestamp.batch)
-        if first_unsaved > last_trained:
-            return ""
-        if first_unsaved == last_trained:
-            return f"batch {last_trained} is in no save"
-        return f"batches {first_unsaved} to {last_trained} are in no save"
 
     def _restore_run_state(self, url: str, manifest: Manifest, state: State) -> None:
         """Restore what a run has besides weights and optimizer state, from its checkpoint at `url`.
@@ -428,54 +402,7 @@ class Checkpointing(Callback):
             self.save_now(state, logger)
             for destination in logger.destinations:
                 destination.fit_end(state, logger)
-        raise Preempted(self.preempted_text(state), orderly=True)
-
-    def save_unsaved_batches(self, error: Exception, trainer: ParallelTrainer, run_folder: RunFolder) -> None:
-        """Record and save the batches that no save holds yet, before the launch ends with `error`, if that is possible.
-
-        It is possible if every rank has met an error while the state was that of a whole batch: a task's file has
-        changed, validation data or the next shard are missing, a callback has failed. A rank that fails alone saves
-        nothing, because the other ranks wait for it in a collective. Nothing is saved if the weights may be the cause.
-
-        A failure of the save is printed, and not raised, so that the launch ends with its original error.
-        """
-        state = trainer.state
-        batch = int(state.timestamp.batch)
-        is_unsaved = self.first_batch <= batch and self.published_batch < batch
-        is_between_batches = trainer.last_stepped_batch <= batch and self.config.trains_alone
-        is_possible = not (self.has_failed_save or isinstance(error, DivergedError) or is_lost_peer(error))
-        if not (is_unsaved and is_between_batches and is_possible):
-            return
-        if not all_ranks_fail(batch):
-            return
-
-        # All ranks are here, so they can save together.
-        try:
-            with suppress(UserError):  # the log may be the cause, or its disk
-                run_folder.write_unless_written(state)
-            self.run_state.owes_evaluation = is_evaluation_due(self.config, state)
-            self.save_now(state, trainer.logger)
-            with suppress(UserError):
-                run_folder.fit_end(state, trainer.logger)
-        except Exception as failure:
-            self.print_on_rank_0(f"warning: batch {batch} was not saved: {one_line(failure)}")
-
-    def preempted_text(self, state: State) -> str:
-        """Return the exit message of a launch that leaves early: why, at which batch, what is saved, how to carry on.
-
-        For example, "preempted by SIGTERM at batch 12, saved as ba12; run the same command again". The ranks exchange
-        nothing.
-        """
-        saved = "nothing to save yet"
-        if self.published_batch > 0:
-            saved = f"saved as ba{self.published_batch}{self.second_place.suffix}"
-        if not self.partners.writes_checkpoints:
-            saved = self.partners.instead_of_saving
-        again = "run the same command again"
-        if not self.config.autoresume:
-            again += " with autoresume=true"
-        reason = self.preemption.describe_reason(self.was_preempted_by)
-        return f"{reason} at batch {int(state.timestamp.batch)}, {saved}; {again}"
+        raise Preempted(describe_preemption(self, state), orderly=True)
 
     @property
     def saved_batch(self) -> int:
@@ -485,18 +412,6 @@ class Checkpointing(Callback):
     def has_unsaved_batches(self, state: State) -> bool:
         """Return whether this launch has trained batches that no save holds. The ranks exchange nothing."""
         return self.partners.writes_checkpoints and int(state.timestamp.batch) > self.saved_batch
-
-    def describe_saves(self) -> dict[str, Any]:
-        """Return the fields of status.json about saves."""
-        saves: dict[str, Any] = {
-            "last_saved": f"ba{self.published_batch}" if self.published_batch > 0 else None,
-            "failed_saves": self.failed_saves.count,
-            "save_error": self.failed_saves.reason or self.second_place.error or None,
-            **self.second_place.describe(),
-        }
-        if not self.config.trains_alone:
-            saves[HAS_PARTNERS] = True
-        return saves
 
     @cached_property
     def saves_into_run_folder(self) -> bool:
@@ -587,33 +502,17 @@ class Checkpointing(Callback):
             if self.saver.next_is_second:
                 self.second_place.note_failure(self.failed_saves.describe())
                 next_step = f"the next save goes to {self.second_place.url}"
-            self.print_on_rank_0(f"warning: {self._describe_failed_saves()}, and {next_step}")
+            self.print_on_rank_0(f"warning: {describe_failed_saves(self)}, and {next_step}")
             self.begun_batch = self.published_batch
-            self.on_saves(self.describe_saves())
+            self.on_saves(describe_saves(self))
             return error
         return None
 
     def _warn_of_unsaved_batches(self, state: State) -> None:
         """Print which batches no save holds, if any, before the launch ends with an error."""
         if self.has_unsaved_batches(state):
-            unsaved = self._describe_unsaved(state, self.saved_batch)
-            self.print_on_rank_0(f"warning: {unsaved}; {self._describe_newest_save()}")
-
-    def _describe_newest_save(self) -> str:
-        """Return which checkpoint the run has, for a message about a save that has failed."""
-        if self.published_batch <= 0:
-            return "there is no save yet"
-        return f"ba{self.published_batch} stands{self.second_place.suffix}"
-
-    def _describe_failed_saves(self) -> str:
-        """Return why the last save has failed, which checkpoint remains, and how many saves have failed in a row.
-
-        For example, "disk full; ba200 stands; 3 saves in a row have failed".
-        """
-        parts = [self.failed_saves.describe(), self._describe_newest_save()]
-        if self.failed_saves.count > 1:
-            parts.append(f"{self.failed_saves.count} saves in a row have failed")
-        return "; ".join(parts)
+            unsaved = describe_unsaved(state, self.saved_batch)
+            self.print_on_rank_0(f"warning: {unsaved}; {describe_newest_save(self)}")
 
     def _leave_if_unsaved_for_too_long(self, state: State) -> None:
         """Raise CheckpointError on all ranks if the run has trained for longer than `max_unsaved` since saves fail.
@@ -669,7 +568,7 @@ class Checkpointing(Callback):
         """Note on rank 0 that the newest save was copied from `save_fallback` to `save_folder`."""
         if self.second_place.note_copies(self.published_batch):
             self.newest_url = f"{self.store.root.url}/ba{self.published_batch}"
-            self.on_saves(self.describe_saves())
+            self.on_saves(describe_saves(self))
 
     def finish_saves(self, state: State, logger: Logger) -> None:
         """Wait until the last save is published. If it fails and the fault may pass, save again for up to `retry_for`.
@@ -715,7 +614,7 @@ class Checkpointing(Callback):
         place_url = self.second_place.url if saved.is_in_second else self.store.root.url
         self.newest_url = f"{place_url}/{saved.name}"
         self.failed_saves.note_published()
-        self.on_saves(self.describe_saves())
+        self.on_saves(describe_saves(self))
 
         # Stall: training waited for the copy to the host. Durable: from the beginning of the save to its publication.
         self.unlogged_digest = {"state/digest": saved.state_digest, "state/batch": self.published_batch}

@@ -299,7 +299,7 @@ class RunFolder(LoggerDestination):
     def note_saves(self, saves: dict[str, Any]) -> None:
         """Write to status.json which save is the newest, or that saves fail.
 
-        `saves` are `Checkpointing.describe_saves`.
+        `saves` is the result of `describe_saves` (`save_texts.py`).
         """
         is_first_report = not self.saves
         if not is_first_report and saves.get("last_saved") != self.saves.get("last_saved"):

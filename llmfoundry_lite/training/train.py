@@ -24,10 +24,19 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.convert.huggingface import describe_export_problem, export_model
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.data.tokenizer_files import is_local_or_cached
-from llmfoundry_lite.errors import EXIT_PREEMPTED, ConfigError, OutOfMemoryError, UserError, join_with_or
+from llmfoundry_lite.errors import (
+    EXIT_PREEMPTED,
+    ConfigError,
+    DivergedError,
+    OutOfMemoryError,
+    UserError,
+    join_with_or,
+    one_line,
+)
 from llmfoundry_lite.ranks.ending import (
     EXIT_RETRY,
     Preempted,
+    all_ranks_fail,
     announced_preemption,
     describe_cause,
     exit_code_of,
@@ -47,7 +56,8 @@ from llmfoundry_lite.training.partners import Partners, find_partners
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.run_handle import RunHandle
-from llmfoundry_lite.training.schedule import progress_of
+from llmfoundry_lite.training.save_texts import describe_preemption
+from llmfoundry_lite.training.schedule import is_evaluation_due, progress_of
 from llmfoundry_lite.training.start import find_start
 from llmfoundry_lite.training.trainer import ParallelTrainer
 
@@ -112,7 +122,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         else:
             checkpointing.finish_copies()
         if checkpointing.was_preempted_by:
-            raise Preempted(checkpointing.preempted_text(trainer.state), orderly=True)
+            raise Preempted(describe_preemption(checkpointing, trainer.state), orderly=True)
 
         # Record the end before the export, which may fail without failing the run.
         run_folder.finish("stopped" if checkpointing.was_stopped else "done")
@@ -281,7 +291,7 @@ def end_with_error(error: BaseException, launch: Launch) -> BaseException:
     ignore_leaving_signals()
     trainer, checkpointing = launch.trainer, launch.checkpointing
     if trainer is not None and checkpointing is not None and isinstance(error, Exception):
-        checkpointing.save_unsaved_batches(error, trainer, launch.run_folder)
+        save_unsaved_batches(error, trainer, launch.run_folder, checkpointing)
     launch.partners.close()
     reported = record_end(error, launch)
     if not isinstance(reported, Preempted):
@@ -299,6 +309,39 @@ def end_with_error(error: BaseException, launch: Launch) -> BaseException:
     launch.preemption.stop_polling_store()
     launch.preemption.note_end()
     return reported
+
+
+def save_unsaved_batches(
+    error: Exception, trainer: ParallelTrainer, run_folder: RunFolder, checkpointing: Checkpointing
+) -> None:
+    """Record and save the batches that no save holds yet, before the launch ends with `error`, if that is possible.
+
+    It is possible if every rank has met an error while the state was that of a whole batch: a task's file has
+    changed, validation data or the next shard are missing, a callback has failed. A rank that fails alone saves
+    nothing, because the other ranks wait for it in a collective. Nothing is saved if the weights may be the cause.
+
+    A failure of the save is printed, and not raised, so that the launch ends with its original error.
+    """
+    state = trainer.state
+    batch = int(state.timestamp.batch)
+    is_unsaved = checkpointing.first_batch <= batch and checkpointing.published_batch < batch
+    is_between_batches = trainer.last_stepped_batch <= batch and checkpointing.config.trains_alone
+    is_possible = not (checkpointing.has_failed_save or isinstance(error, DivergedError) or is_lost_peer(error))
+    if not (is_unsaved and is_between_batches and is_possible):
+        return
+    if not all_ranks_fail(batch):
+        return
+
+    # All ranks are here, so they can save together.
+    try:
+        with contextlib.suppress(UserError):  # the log may be the cause, or its disk
+            run_folder.write_unless_written(state)
+        checkpointing.run_state.owes_evaluation = is_evaluation_due(checkpointing.config, state)
+        checkpointing.save_now(state, trainer.logger)
+        with contextlib.suppress(UserError):
+            run_folder.fit_end(state, trainer.logger)
+    except Exception as failure:
+        checkpointing.print_on_rank_0(f"warning: batch {batch} was not saved: {one_line(failure)}")
 
 
 def record_end(error: BaseException, launch: Launch) -> BaseException:

@@ -23,6 +23,7 @@ from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
+from llmfoundry_lite.training.save_texts import describe_preemption, describe_saves
 from llmfoundry_lite.training.second_place import describe_missing_save
 from llmfoundry_lite.training.start import restore_tensors
 from tests.checkpoint.ranks import about, build, save_now, step, whole_state
@@ -74,9 +75,9 @@ def test_a_launch_that_leaves_at_once_names_only_a_checkpoint_of_its_own_folder(
     parts.begin(state)
     parts.was_preempted_by = "SIGTERM"
     again = "run the same command again with autoresume=true"
-    assert parts.preempted_text(state) == f"preempted by SIGTERM at batch {batch}, {saved}; {again}"
+    assert describe_preemption(parts, state) == f"preempted by SIGTERM at batch {batch}, {saved}; {again}"
     assert parts.preemption.describe_saves() == stands
-    assert parts.describe_saves()["last_saved"] == ("ba4" if saved == "saved as ba4" else None)
+    assert describe_saves(parts)["last_saved"] == ("ba4" if saved == "saved as ba4" else None)
     assert not parts.has_unsaved_batches(state), "nothing was trained"
     assert parts.has_unsaved_batches(SimpleNamespace(timestamp=Timestamp(batch=batch + 1)))  # type: ignore[arg-type]
 
@@ -286,9 +287,9 @@ def test_a_launch_says_where_the_newest_save_is_and_why(tmp_path, monkeypatch):
     parts.second_place.note_failure("saves: away")
     line = parts.second_place.note_published("ba9", is_in_second=True)
     assert line == f"saved ba9 in {tmp_path}/second, because saves to {tmp_path}/saves fail: saves: away"
-    assert f" at batch 9, saved as ba9 in {tmp_path}/second; " in parts.preempted_text(state)
+    assert f" at batch 9, saved as ba9 in {tmp_path}/second; " in describe_preemption(parts, state)
     assert parts.preemption.describe_saves() == f"ba9 stands in {tmp_path}/second"
-    told = parts.describe_saves()
+    told = describe_saves(parts)
     assert (told["last_saved"], told["last_saved_in"], told["failed_saves"]) == ("ba9", f"{tmp_path}/second", 0)
     assert told["save_error"] == "saves: away"
 

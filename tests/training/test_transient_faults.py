@@ -24,6 +24,7 @@ from llmfoundry_lite.training.failed_saves import FailedSaves
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.save_policy import Decision
+from llmfoundry_lite.training.save_texts import describe_preemption, describe_saves
 from llmfoundry_lite.training.second_place import SecondPlace
 from scripts.slurm import was_preempted
 from tests.helpers.launch import train
@@ -147,9 +148,9 @@ def test_batches_are_lost_that_no_save_holds(monkeypatch, batch, published_batch
 def test_an_island_says_that_others_hold_its_batches(monkeypatch):
     """It may have saved nothing itself, and its next launch meets a fault: that one has lost nothing."""
     parts = Run(monkeypatch).parts
-    assert "has_partners" not in parts.describe_saves()
+    assert "has_partners" not in describe_saves(parts)
     parts.config.trains_alone = False
-    killed = {"status": "failed", "batch": 9, **parts.describe_saves()}
+    killed = {"status": "failed", "batch": 9, **describe_saves(parts)}
     assert killed["last_saved"] == "ba2" and not has_lost_batches(killed)
 
 
@@ -159,7 +160,7 @@ def test_a_launch_that_left_before_its_first_save_does_not_name_the_checkpoint_i
     run.parts.preemption = SimpleNamespace(describe_reason=lambda reason: f"preempted by {reason}")
     run.parts.published_batch = -1
     text = "preempted by SIGTERM at batch 4, nothing to save yet; run the same command again"
-    assert run.parts.preempted_text(run.state) == text
+    assert describe_preemption(run.parts, run.state) == text
 
 
 def refused_by_s3(code: str) -> CheckpointError:
