@@ -20,15 +20,13 @@ from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
-from llmfoundry_lite.checkpoint.restore import Restored
 from llmfoundry_lite.checkpoint.run_log import FAILED_SAVES, METRICS, SAVED, UNSAVED_BATCHES, Log, read_log
 from llmfoundry_lite.checkpoint.save import Saved, SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.start import Start, find_microbatch, open_run_store
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
-from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes
-from llmfoundry_lite.config.fields import as_yaml
+from llmfoundry_lite.config.changes import Change, find_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
-from llmfoundry_lite.errors import CheckpointError, TransientError, UserError, printable
+from llmfoundry_lite.errors import CheckpointError, UserError, printable
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.retry import Budget
@@ -58,7 +56,7 @@ from llmfoundry_lite.training.save_texts import (
 )
 from llmfoundry_lite.training.schedule import has_passed, is_evaluation_due
 from llmfoundry_lite.training.second_place import IN_FALLBACK, SecondPlace
-from llmfoundry_lite.training.start import describe_differences, lease_request, restore_tensors
+from llmfoundry_lite.training.start import describe_differences, describe_model_changes, lease_request, restore_tensors
 
 RETRY_PAUSES_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses between attempts at the last save; the last pause repeats."""
@@ -190,7 +188,10 @@ class Checkpointing(Callback):
         if restored is not None and restored.manifest is not None:
             manifest = restored.manifest
             logger.log_metrics({"checkpoint/restore_seconds": time.monotonic() - restore_began_at})
-            self._compare_configurations(restored, manifest)
+            if self.carries_on:
+                self.changes = find_changes(manifest.config or {}, as_dict(self.config))["logged"]
+            else:
+                restored.notes.extend(describe_model_changes(self.config, manifest))
             action = "carrying on from" if self.carries_on else "starting from the weights of"
             differences = describe_differences(
                 self.config, self.model, state, manifest, self.changes, self.partners.segment
@@ -208,21 +209,6 @@ class Checkpointing(Callback):
         if self.start.note:
             self.print_on_rank_0(self.start.note)
         self.begin(state)
-
-    def _compare_configurations(self, restored: Restored, manifest: Manifest) -> None:
-        """Find how this launch's configuration differs from the one that `manifest` records.
-
-        If this launch carries on the run, sets `changes`, which the log and later checkpoints record. If it begins a
-        new run with the weights of another model, adds a line to the notes of `restored`, which are printed.
-        """
-        saved_config = manifest.config or {}
-        config = as_dict(self.config)
-        if self.carries_on:
-            self.changes = find_changes(saved_config, config)["logged"]
-            return
-        model_changes = find_model_changes(saved_config, config)
-        if model_changes:
-            restored.notes.append(f"the checkpoint's model differs: {', '.join(map(str, model_changes))}")
 
     def begin(self, state: State) -> None:
         """Set where in the run this launch begins: at the batch after `state.timestamp`.
@@ -244,26 +230,6 @@ class Checkpointing(Callback):
         self.preemption.describe_saves = partial(describe_remaining, self, state)
         self.preemption.describe_failed_save = self.failed_saves.describe
         self.on_saves(describe_saves(self))
-
-    def announce_stop(self, state: State) -> bool:
-        """Print on rank 0 why this launch has nothing to train, if that is so, right after the restore.
-
-        Returns whether the launch ends before the run does, because `stop_at` is reached. If the run itself is done,
-        that is printed too, but returns False. The ranks exchange nothing.
-        """
-        batch = int(state.timestamp.batch)
-        if self.policy.is_last(state):  # the run is done, which comes first
-            max_duration = self.config.max_duration.written
-            self.print_on_rank_0(
-                f"nothing is trained: the run is done at batch {batch}, with max_duration={max_duration}"
-            )
-            return False
-
-        is_launch_over = self.policy.is_launch_over(state)
-        if is_launch_over:
-            reason = self.policy.stop_reason or f"the run has reached stop_at, {as_yaml(self.config.stop_at)}"
-            self.print_on_rank_0(f"{reason}: it is at batch {batch}")
-        return is_launch_over
 
     def _restore_run_state(self, url: str, manifest: Manifest, state: State) -> None:
         """Restore what a run has besides weights and optimizer state, from its checkpoint at `url`.
@@ -521,24 +487,8 @@ class Checkpointing(Callback):
         """
         if not broadcast_json(self.failed_saves.is_over_limit(state)):
             return
-        num_unsaved = int(state.timestamp.batch) - self.saved_batch
-        text = (
-            f"max_unsaved: saves have failed for {self.config.max_unsaved.written}; unsaved batches {num_unsaved}, "
-            f"failed saves {self.failed_saves.count}, the last one: {self.failed_saves.reason}"
-        )
-        raise self._give_up_saving(text)
-
-    def _give_up_saving(self, text: str) -> CheckpointError:
-        """Return the error that ends a launch whose saves fail, and note that it tries no other save.
-
-        The fault may pass, so a launcher may try again: an earlier save succeeded, or this launch could not have taken
-        the lease.
-        """
         self.has_failed_save = True
-        error = CheckpointError(text)
-        error.__cause__ = TransientError(text)
-        error.needs_credentials = self.failed_saves.needs_credentials
-        return error
+        raise self.failed_saves.limit_error(int(state.timestamp.batch) - self.saved_batch)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait until the last save is published, and for copies. Composer calls this at the end of training."""
@@ -584,7 +534,8 @@ class Checkpointing(Callback):
             # Rank 0's clock decides, so that all ranks pause equally long and give up together.
             pause_seconds = broadcast_json(budget.pause(time.monotonic()))  # None once `retry_for` is over
             if pause_seconds is None:
-                raise self._give_up_saving(self.failed_saves.reason)
+                self.has_failed_save = True
+                raise self.failed_saves.last_error()
             self.print_on_rank_0(
                 f"the next save is in {pause_seconds:.3g} s; retry_for is {self.config.retry_for.written}"
             )

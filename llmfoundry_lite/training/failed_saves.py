@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from composer.core import State, Timestamp
 
 from llmfoundry_lite.config.spans import SaveInterval
-from llmfoundry_lite.errors import UserError
+from llmfoundry_lite.errors import CheckpointError, TransientError, UserError
 from llmfoundry_lite.training.schedule import elapsed
 
 AGAIN_SECONDS = 60.0
@@ -86,3 +86,25 @@ class FailedSaves:
         unit = self.limit.span.unit
         trained = elapsed(state, unit) - elapsed(state, unit, self._first_timestamp)
         return trained >= self.limit.span.value
+
+    def limit_error(self, num_unsaved: int) -> CheckpointError:
+        """Return the error that ends a launch at `max_unsaved`, with `num_unsaved` batches that no save holds."""
+        return self._error(
+            f"max_unsaved: saves have failed for {self.limit.written}; unsaved batches {num_unsaved}, failed saves "
+            f"{self.count}, the last one: {self.reason}"
+        )
+
+    def last_error(self) -> CheckpointError:
+        """Return the error that ends a launch whose last save has failed."""
+        return self._error(self.reason)
+
+    def _error(self, text: str) -> CheckpointError:
+        """Return an error that ends a launch whose saves fail.
+
+        The fault may pass, so a launcher may try again: an earlier save succeeded, or this launch could not have taken
+        the lease.
+        """
+        error = CheckpointError(text)
+        error.__cause__ = TransientError(text)
+        error.needs_credentials = self.needs_credentials
+        return error

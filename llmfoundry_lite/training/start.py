@@ -19,8 +19,8 @@ from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start, open_run_store
 from llmfoundry_lite.checkpoint.store import CheckpointStore
-from llmfoundry_lite.config.changes import Change
-from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.changes import Change, find_model_changes
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import find_fingerprints
 from llmfoundry_lite.errors import CheckpointError, printable
 from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
@@ -144,3 +144,12 @@ def describe_differences(
     if manifest.run_name != config.run_name:
         differences.insert(0, f"run_name {manifest.run_name} -> {config.run_name}")
     return f" ({', '.join(differences)})" if differences else ""
+
+
+def describe_model_changes(config: TrainConfig, manifest: Manifest) -> list[str]:
+    """Return a line if this launch's model differs from that of a checkpoint with whose weights it begins a new run.
+
+    `manifest` is the checkpoint's. Empty if the models do not differ.
+    """
+    changes = find_model_changes(manifest.config or {}, as_dict(config))
+    return [f"the checkpoint's model differs: {', '.join(map(str, changes))}"] if changes else []

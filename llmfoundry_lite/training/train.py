@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from composer.core import State
 from torch._inductor import config as inductor_config
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.start import publish_early_end
+from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.convert.huggingface import describe_export_problem, export_model
@@ -106,7 +108,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
 
         # Prepare to train, if the restored run is not at its end already.
         set_microbatch_size(launch.config, trainer, checkpointing)
-        checkpointing.was_stopped = checkpointing.announce_stop(trainer.state)
+        checkpointing.was_stopped = announce_stop(checkpointing, trainer.state)
         is_run_done = progress_of(trainer.state, launch.config.max_duration) >= 1
         has_batches_to_train = not is_run_done and not checkpointing.was_stopped
         if has_batches_to_train:
@@ -220,6 +222,28 @@ def set_microbatch_size(config: TrainConfig, trainer: ParallelTrainer, checkpoin
     if size is None:
         size = choose_microbatch(config, checkpointing.model, trainer.state.optimizers[0])
     trainer.state.device_train_microbatch_size = size
+
+
+def announce_stop(checkpointing: Checkpointing, state: State) -> bool:
+    """Print on rank 0 why this launch has nothing to train, if that is so, right after the restore.
+
+    Returns whether the launch ends before the run does, because `stop_at` is reached. If the run itself is done,
+    that is printed too, but returns False. The ranks exchange nothing.
+    """
+    batch = int(state.timestamp.batch)
+    if checkpointing.policy.is_last(state):  # the run is done, which comes first
+        max_duration = checkpointing.config.max_duration.written
+        checkpointing.print_on_rank_0(
+            f"nothing is trained: the run is done at batch {batch}, with max_duration={max_duration}"
+        )
+        return False
+
+    is_launch_over = checkpointing.policy.is_launch_over(state)
+    if is_launch_over:
+        stop_at = as_yaml(checkpointing.config.stop_at)
+        reason = checkpointing.policy.stop_reason or f"the run has reached stop_at, {stop_at}"
+        checkpointing.print_on_rank_0(f"{reason}: it is at batch {batch}")
+    return is_launch_over
 
 
 # ------------------------------------------------------------------------------------------------------- evaluations

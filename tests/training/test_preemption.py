@@ -375,8 +375,7 @@ def test_a_launch_that_is_done_stays_done_though_its_process_lives_on(tmp_path, 
     launch.launch.run_folder.finish = launch.recorded.append
     launch.launch.run_folder.start = lambda *arguments: None
     trainer = SimpleNamespace(state=None, close=lambda: None)
-    nothing_to_train = dict.fromkeys(("announce_stop", "finish_copies"), lambda *arguments: None)
-    parts = SimpleNamespace(was_preempted_by="", wandb_run_id=None, history=None, **nothing_to_train)
+    parts = SimpleNamespace(was_preempted_by="", wandb_run_id=None, history=None, finish_copies=lambda: None)
     launch.launch.config.export_at_end = False
     launch.launch.config.max_duration = None
     launch.preemption.listen = lambda: None
@@ -385,6 +384,7 @@ def test_a_launch_that_is_done_stays_done_though_its_process_lives_on(tmp_path, 
         "find_start": lambda config, takes_lease: None,
         "build_and_restore": lambda *arguments: (trainer, parts),
         "set_microbatch_size": lambda *arguments: None,
+        "announce_stop": lambda *arguments: False,
         "progress_of": lambda state, max_duration: 1.0,
         "run_missed_evaluation": lambda *arguments: None,
         "user_errors_on_all_ranks": contextlib.nullcontext,
