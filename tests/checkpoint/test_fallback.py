@@ -14,8 +14,10 @@ from llmfoundry_lite.checkpoint.commit import COPYING, DRAFT
 from llmfoundry_lite.checkpoint.fallback import CopyBack, copy_checkpoint
 from llmfoundry_lite.checkpoint.lease import LeaseRequest
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
+from llmfoundry_lite.checkpoint.manifest import MANIFEST
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import TOKENIZER_FILE
+from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.run_log import read_log, write_log
 from llmfoundry_lite.checkpoint.store import Candidate, CheckpointStore, Lease, open_checkpoint
@@ -380,6 +382,25 @@ def test_a_user_s_prune_beside_a_copy_to_a_bucket_leaves_its_draft(tmp_path, pha
     assert names(bucket) == ["ba4"] and draft.names() == [COPYING, "shard"]
     bucket.acquire(steal_from_live_writer=True)
     assert draft.names() == []
+
+
+def test_a_copy_that_is_committed_while_a_prune_looks_is_no_leftover(monkeypatch):
+    bucket = CheckpointStore(f"memory://{uuid.uuid4().hex}")
+    save_id = "e1-ba2-0123456789ab"
+    draft, _ = bucket.commits.draft(save_id)
+    bucket.commits.begin_copy(save_id)
+    draft.put("shard", b"x")
+    list_names = RemoteFolder.names
+
+    def commit_meanwhile(folder: RemoteFolder) -> list[str]:
+        if folder.url == draft.url and COPYING in list_names(folder):
+            draft.parent().put(MANIFEST, b"{}")
+            bucket.commits.end_copy(save_id)
+        return list_names(folder)
+
+    monkeypatch.setattr(RemoteFolder, "names", commit_meanwhile)
+    assert bucket.commits.leftovers(newest=(1, 4)) == []
+    assert draft.names() == ["shard"]
 
 
 @pytest.mark.fault
