@@ -184,11 +184,19 @@ def choose_indexes(found: FoundIndexes, folder: str) -> list[str]:
     return found.names
 
 
-def find_local_indexes(folder: str | Path) -> IndexFiles:
-    """Find the index files of a folder of this machine. Raises DataError as `choose_indexes` does, and OSError."""
+def search_local_folder(folder: str | Path) -> FoundIndexes:
+    """Find the index files of a folder of this machine, as `find_indexes` does. Raises OSError.
+
+    A folder that has its own index is not listed, because that takes long with many shards.
+    """
     if os.path.lexists(os.path.join(folder, INDEX)):
-        return IndexFiles(folder=Path(folder))
-    names = choose_indexes(find_indexes(list_local_folder(folder)), str(folder))
+        return FoundIndexes(names=[INDEX])
+    return find_indexes(list_local_folder(folder))
+
+
+def find_local_indexes(folder: str | Path) -> IndexFiles:
+    """Return the index files of a folder of this machine. Raises DataError as `choose_indexes` does, and OSError."""
+    names = choose_indexes(search_local_folder(folder), str(folder))
     return IndexFiles(folder=Path(folder), names=tuple(names))
 
 

@@ -18,7 +18,7 @@ from llmfoundry_lite.bounded import MAX_INDEX_BYTES, TooLargeError, read_at_most
 from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import own_streams, streams_of_stages
 from llmfoundry_lite.config.layers import find_value
-from llmfoundry_lite.data.index_files import find_indexes, list_local_folder
+from llmfoundry_lite.data.index_files import search_local_folder
 from llmfoundry_lite.errors import DataError
 
 BLOCK = "train_loader.dataset"
@@ -125,7 +125,7 @@ def shard_state(folder: Path) -> str | None:
     # Read the names of the files from the index, or from the indexes of the folders below.
     if not folder.is_dir():
         return None
-    found = find_indexes(list_local_folder(folder))
+    found = search_local_folder(folder)
     has_all_indexes = found.names and not found.without_index
     if not has_all_indexes:
         return None

@@ -41,7 +41,7 @@ from llmfoundry_lite.data.index_files import (
     choose_indexes,
     find_indexes,
     find_local_indexes,
-    list_local_folder,
+    search_local_folder,
 )
 from llmfoundry_lite.errors import DataError, UserError, is_transient, one_line, remember_url_secrets
 from llmfoundry_lite.files import open_regular, write_atomically
@@ -120,7 +120,7 @@ class ShardFolder:
 
         holds_shards = any(".mds" in name for name in self._list_files())
         if not holds_shards:
-            for stale in find_indexes(list_local_folder(self.path)).names:
+            for stale in search_local_folder(self.path).names:
                 os.remove(os.path.join(self.path, stale))
             for name, downloaded in downloads.items():
                 os.replace(downloaded, os.path.join(self.path, name))
@@ -128,7 +128,7 @@ class ShardFolder:
             return IndexFiles(folder=Path(self.path), names=names)
 
         # The folder keeps its shards, so they must be those of the remote's indexes.
-        own_names = find_indexes(list_local_folder(self.path)).names
+        own_names = search_local_folder(self.path).names
         differing = [name for name in names if not _is_same_file(os.path.join(self.path, name), downloads[name])]
         differing += sorted({*own_names} - {*names})
         for downloaded in downloads.values():
@@ -190,7 +190,7 @@ class ShardFolder:
         with suppress(OSError, UserError):
             remote_folder = _local_path_of(self.remote)
             if remote_folder is not None:
-                return find_indexes(list_local_folder(os.path.join(remote_folder, self.stream.split)))
+                return search_local_folder(os.path.join(remote_folder, self.stream.split))
             list_remote_folder = companions.load_if_installed("llmfoundry_engines.remote_folders:list_remote_folder")
             if list_remote_folder is not None:
                 return find_indexes(list_remote_folder(os.path.join(self.remote, self.stream.split)))

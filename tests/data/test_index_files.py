@@ -68,6 +68,14 @@ def test_an_index_describes_all_folders_below_it(folders):
     assert len({number for batch in numbers_of(open_data(folders, global_batch_size=20)) for number in batch}) == 100
 
 
+def test_a_folder_with_an_index_of_its_own_is_not_listed(tmp_path, monkeypatch):
+    """Listing 100,000 shards took a second at every start."""
+    write_shards(tmp_path / "mds")
+    monkeypatch.setattr(index_files, "list_local_folder", lambda root: 1 / 0)
+    assert find_local_indexes(tmp_path / "mds").names == ("index.json",)
+    assert shard_state(tmp_path / "mds") == WHOLE
+
+
 def test_a_folder_without_an_index_among_others_is_named(folders):
     (folders / "2/index.json").unlink()
     with pytest.raises(DataError, match=rf"^stream a: {folders} has shards without index.json, in 2: .* data index "):
