@@ -144,8 +144,8 @@ def _describe_summary(summary: Summary) -> list[str]:
     for name, split in summary.splits.items():
         if split.cut_fraction is not None and split.padding_fraction is not None:
             lines.append(
-                f"{name}: {100 * split.cut_fraction:.1f} % of the documents cut, {100 * split.padding_fraction:.2f} % "
-                "padding"
+                f"{name}: {100 * split.cut_fraction:.1f} % of the documents are divided between samples, "
+                f"{100 * split.padding_fraction:.2f} % of the tokens are padding"
             )
 
     # Documents and files that are not in the result.
