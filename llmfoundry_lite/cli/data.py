@@ -4,6 +4,8 @@ The docstrings of the functions, and the help of their parameters, are the help 
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +19,31 @@ from llmfoundry_lite.ranks.output import ignore_output_errors
 TEXT_CHARACTERS = 48
 """Number of characters of a row's text that the table of rows shows."""
 
+MaxLostText = Annotated[
+    float, typer.Option(min=0, max=1, help="Largest share of the text that the tokenizer may lose.")
+]
+ScratchFolder = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER", help="Local folder for files on their way into a bucket [default: a temporary folder]."
+    ),
+]
+ScratchLimit = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Maximum size of these files, such as 2gb [default: 4gb, or what is needed]."),
+]
+
 data = typer.Typer(help="Prepare training data and show it.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Context manager: if the user interrupts the block, say how to resume, and leave with the code of Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again to resume", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def show_status(out: str | None) -> None:
@@ -69,9 +95,7 @@ def data_prepare(
         Literal["stop", "skip"],
         typer.Option(help="What to do with a document that cannot be read: stop, or skip and count it."),
     ] = "stop",
-    max_lost_text: Annotated[
-        float, typer.Option(min=0, max=1, help="Largest share of the text that the tokenizer may lose.")
-    ] = 0.01,
+    max_lost_text: MaxLostText = 0.01,
     size_limit: Annotated[int, typer.Option(help="Maximum number of bytes in a shard.")] = 64 * 1024 * 1024,
     compression: Annotated[
         str | None, typer.Option(help="Compress shards: zstd, zstd:9, gz, … [default: none].")
@@ -89,18 +113,8 @@ def data_prepare(
         Literal["ray"] | None,
         typer.Option(help="Tokenize parts as tasks of a Ray cluster, and join them; see docs/large-data.md."),
     ] = None,
-    scratch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER", help="Local folder for files on their way into a bucket [default: a temporary folder]."
-        ),
-    ] = None,
-    scratch_limit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Maximum size of these files, such as 2gb [default: 4gb, or what is needed]."
-        ),
-    ] = None,
+    scratch: ScratchFolder = None,
+    scratch_limit: ScratchLimit = None,
     status: Annotated[
         str | None,
         typer.Option(
@@ -134,7 +148,7 @@ def data_prepare(
     options = {"max_lost_text": max_lost_text, "overwrite": overwrite, "notify": typer.echo}
     scratch_options = {"scratch_folder": scratch, "scratch_limit": scratch_limit}
     is_bucket = "://" in out
-    try:
+    with resumable():
         if engine is not None:
             run_engine = companions.load("llmfoundry_engines.commands:run_engine", "data prepare --engine")
             run_engine(request, out, engine, part_text=part, num_workers=num_workers, **options, **scratch_options)
@@ -148,9 +162,6 @@ def data_prepare(
             run_bucket(request, out, num_workers=num_workers, **options, **scratch_options)
             return
         summary = prepare(request, out, num_workers=num_workers, show_progress=True, **options)
-    except KeyboardInterrupt:
-        print("interrupted: run the same command again to resume", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
     print_summary(summary, Path(out))
 
 
@@ -161,21 +172,9 @@ def data_join(
         str | None,
         typer.Option(metavar="K/N", help="Only write share K of N of the shards; a later join without it publishes."),
     ] = None,
-    max_lost_text: Annotated[
-        float, typer.Option(min=0, max=1, help="Largest share of the text that the tokenizer may lose.")
-    ] = 0.01,
-    scratch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER", help="Local folder for files on their way into a bucket [default: a temporary folder]."
-        ),
-    ] = None,
-    scratch_limit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Maximum size of these files, such as 2gb [default: 4gb, or what is needed]."
-        ),
-    ] = None,
+    max_lost_text: MaxLostText = 0.01,
+    scratch: ScratchFolder = None,
+    scratch_limit: ScratchLimit = None,
 ) -> None:
     """Make shards of all tokenized parts, and publish them.
 
@@ -185,7 +184,7 @@ def data_join(
     ignore_output_errors()
     check_url_spelling(out)
     run_join = companions.load("llmfoundry_engines.commands:run_join", "data join")
-    try:
+    with resumable():
         run_join(
             out,
             part,
@@ -194,9 +193,6 @@ def data_join(
             scratch_folder=scratch,
             scratch_limit=scratch_limit,
         )
-    except KeyboardInterrupt:
-        print("interrupted: run the same command again to resume", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 @data.command("append")
@@ -221,9 +217,7 @@ def data_append(
         float | None, typer.Option(help="Share of documents to hold out for validation [default: as in OUT].")
     ] = None,
     num_workers: Annotated[int | None, typer.Option(min=1, help="Number of processes [default: one per core].")] = None,
-    max_lost_text: Annotated[
-        float, typer.Option(min=0, max=1, help="Largest share of the text that the tokenizer may lose.")
-    ] = 0.01,
+    max_lost_text: MaxLostText = 0.01,
 ) -> None:
     """Add sources to a prepared data set as a new stream.
 
@@ -243,11 +237,8 @@ def data_append(
         "on_error": on_error,
         "val_fraction": val_fraction,
     }
-    try:
+    with resumable():
         run_append(out, sources, name, options, num_workers=num_workers, max_lost_text=max_lost_text, notify=typer.echo)
-    except KeyboardInterrupt:
-        print("interrupted: run the same command again to resume", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 @data.command("ls")
