@@ -187,8 +187,11 @@ def observed(
 
     starts_it = this_rank().rank == 0 and OBSERVED not in os.environ
     status.is_observed = True
+    observer = contextlib.nullcontext()
+    if starts_it:
+        observer = _observer_of(launch, is_launcher=is_launcher)
     try:
-        with _observer_of(launch, is_launcher=is_launcher) if starts_it else contextlib.nullcontext():
+        with observer:
             yield merged
     finally:
         status.is_observed = False

@@ -423,8 +423,9 @@ def _check_second_place(config: TrainConfig) -> None:
     """Raise ConfigError if `save_fallback` is `save_folder`, or if one of them lies in the other."""
     if config.save_fallback is None:
         return
-    first, second = (_address_of(place) for place in (config.checkpoint_folder, config.save_fallback))
-    if f"{first}/".startswith(f"{second}/") or f"{second}/".startswith(f"{first}/"):
+    first = f"{_address_of(config.checkpoint_folder)}/"
+    second = f"{_address_of(config.save_fallback)}/"
+    if first.startswith(second) or second.startswith(first):
         raise ConfigError(
             f"save_fallback: {config.save_fallback} given, and checkpoints go to {config.checkpoint_folder}; expected "
             "another place, on another disk or in another bucket"
@@ -436,7 +437,8 @@ def _address_of(place: str) -> str:
     protocol, separator, path = place.partition("://")
     if separator and protocol not in ("file", "local"):
         return place.rstrip("/")
-    return os.path.abspath(os.path.expanduser(path if separator else place))
+    local_path = path if separator else place
+    return os.path.abspath(os.path.expanduser(local_path))
 
 
 def _check_exact_sums(config: TrainConfig) -> None:

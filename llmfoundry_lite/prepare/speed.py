@@ -27,7 +27,7 @@ def describe_rest_of_work(new_bytes: int, core_seconds: float, left_bytes: int, 
 
 
 class EarlyEstimate:
-    """Tells the user once, EARLY_SECONDS after the beginning, how long a preparation takes."""
+    """Estimate of how long a preparation takes, which the user is told once, EARLY_SECONDS after the beginning."""
 
     def __init__(
         self,

@@ -31,10 +31,12 @@ def describe_missing_save(config: TrainConfig, start: Start) -> str:
     not know of such a save.
     """
     status = read_status(Path(config.run_folder)) or {}
-    place, name = status.get(SAVED_IN), status.get("last_saved")
-    if not isinstance(place, str) or not isinstance(name, str) or COMMITTED.fullmatch(name) is None:
+    place = status.get(SAVED_IN)
+    name = status.get("last_saved")
+    if not isinstance(place, str) or not isinstance(name, str):
         return ""
-    if batch_of(name) <= start.training_done.get("ba", 0):
+    is_save = COMMITTED.fullmatch(name) is not None
+    if not is_save or batch_of(name) <= start.training_done.get("ba", 0):
         return ""
     beginning = f"from {start.checkpoint_name}" if start.checkpoint_name else "at batch 1"
     return (
