@@ -15,95 +15,62 @@ from llmfoundry_engines.scratch import parse_scratch
 from llmfoundry_engines.status import print_status
 from llmfoundry_lite.errors import ConfigError, DataError, mask_urls
 from llmfoundry_lite.files import check_is_path
-from llmfoundry_lite.prepare.request import PrepareRequest
+from llmfoundry_lite.prepare.request import PrepareRequest, WorkOptions
 from llmfoundry_lite.prepare.summary import print_summary
 from llmfoundry_lite.ranks.lean_imports import import_lean
 from llmfoundry_lite.tables import console
 
 
-def run_part(
-    request: PrepareRequest,
-    out: str,
-    part_text: str,
-    *,
-    num_workers: int | None,
-    max_lost_text: float,
-    overwrite: bool,
-    notify: Callable[[str], None],
-    scratch_folder: str | None,
-    scratch_limit: str | None,
-) -> None:
+def run_part(request: PrepareRequest, out: str, part_text: str, work: WorkOptions) -> None:
     """Tokenise one part, and print what it has. `part_text` is the value of `--part`."""
     part = parse_part(part_text)
-    refuse_overwrite(overwrite, f"--part {part}", out)
+    refuse_overwrite(work.overwrite, f"--part {part}", out)
     report = prepare_part(
         request,
         out,
         part,
-        num_workers=num_workers,
-        max_lost_text=max_lost_text,
+        num_workers=work.num_workers,
+        max_lost_text=work.max_lost_text,
         show_progress=True,
-        notify=notify,
-        scratch=parse_scratch(scratch_folder, scratch_limit),
+        notify=work.notify,
+        scratch=parse_scratch(work.scratch_folder, work.scratch_limit),
     )
     if report is not None:
         tokens = report.train_tokens + report.val_tokens
-        notify(
+        work.notify(
             f"part {report.part}: {report.documents:,} documents, {tokens:,} tokens, "
             f"{report.num_bytes / 1e6:,.1f} MB; when all parts are complete: llmfoundry-lite data join {mask_urls(out)}"
         )
 
 
-def run_engine(
-    request: PrepareRequest,
-    out: str,
-    engine: str,
-    *,
-    part_text: str | None,
-    num_workers: int | None,
-    max_lost_text: float,
-    overwrite: bool,
-    notify: Callable[[str], None],
-    scratch_folder: str | None,
-    scratch_limit: str | None,
-) -> None:
+def run_engine(request: PrepareRequest, out: str, engine: str, part_text: str | None, work: WorkOptions) -> None:
     """Prepare a corpus by an engine, and print the summary. The only engine is Ray."""
-    for option, value in (("--part", part_text), ("--num-workers", num_workers)):
+    for option, value in (("--part", part_text), ("--num-workers", work.num_workers)):
         if value is not None:
             raise ConfigError(f"--engine {engine} with {option}: Ray divides the work; leave {option} out")
-    refuse_overwrite(overwrite, f"--engine {engine}", out)
+    refuse_overwrite(work.overwrite, f"--engine {engine}", out)
     summary = prepare_with_ray(
         request,
         out,
-        max_lost_text=max_lost_text,
+        max_lost_text=work.max_lost_text,
         show_progress=True,
-        notify=notify,
-        scratch=parse_scratch(scratch_folder, scratch_limit),
+        notify=work.notify,
+        scratch=parse_scratch(work.scratch_folder, work.scratch_limit),
     )
     print_summary(summary, out)
 
 
-def run_bucket(
-    request: PrepareRequest,
-    out: str,
-    *,
-    num_workers: int | None,
-    max_lost_text: float,
-    overwrite: bool,
-    notify: Callable[[str], None],
-    scratch_folder: str | None,
-    scratch_limit: str | None,
-) -> None:
+def run_bucket(request: PrepareRequest, out: str, work: WorkOptions) -> None:
     """Prepare a corpus into a bucket on this machine, and print the summary."""
     summary = prepare_in_bucket(
         request,
         out,
-        num_workers=num_workers,
-        max_lost_text=max_lost_text,
-        overwrite=overwrite,
+        num_workers=work.num_workers,
+        max_lost_text=work.max_lost_text,
+        overwrite=work.overwrite,
         show_progress=True,
-        notify=notify,
-        scratch=parse_scratch(scratch_folder, scratch_limit),
+        notify=work.notify,
+        scratch=parse_scratch(work.scratch_folder, work.scratch_limit),
     )
     print_summary(summary, out)
 

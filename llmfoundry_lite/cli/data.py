@@ -126,7 +126,7 @@ def data_prepare(
     ignore_output_errors()
     check_url_spelling(out)  # as text: a path would join the slashes of gs//bucket
     from llmfoundry_lite.prepare.prepare import prepare
-    from llmfoundry_lite.prepare.request import PrepareRequest
+    from llmfoundry_lite.prepare.request import PrepareRequest, WorkOptions
     from llmfoundry_lite.prepare.summary import print_summary
 
     text_keys: str | tuple[str, ...] = "text"
@@ -145,23 +145,37 @@ def data_prepare(
         compression=compression,
         pack=pack,
     )
-    options = {"max_lost_text": max_lost_text, "overwrite": overwrite, "notify": typer.echo}
-    scratch_options = {"scratch_folder": scratch, "scratch_limit": scratch_limit}
+    work = WorkOptions(
+        num_workers=num_workers,
+        max_lost_text=max_lost_text,
+        overwrite=overwrite,
+        notify=typer.echo,
+        scratch_folder=scratch,
+        scratch_limit=scratch_limit,
+    )
     is_bucket = "://" in out
     with resumable():
         if engine is not None:
             run_engine = companions.load("llmfoundry_engines.commands:run_engine", "data prepare --engine")
-            run_engine(request, out, engine, part_text=part, num_workers=num_workers, **options, **scratch_options)
+            run_engine(request, out, engine, part, work)
             return
         if part is not None:
             run_part = companions.load("llmfoundry_engines.commands:run_part", "data prepare --part")
-            run_part(request, out, part, num_workers=num_workers, **options, **scratch_options)
+            run_part(request, out, part, work)
             return
         if is_bucket or scratch is not None or scratch_limit is not None:
             run_bucket = companions.load("llmfoundry_engines.commands:run_bucket", f"data prepare --out {out}")
-            run_bucket(request, out, num_workers=num_workers, **options, **scratch_options)
+            run_bucket(request, out, work)
             return
-        summary = prepare(request, out, num_workers=num_workers, show_progress=True, **options)
+        summary = prepare(
+            request,
+            out,
+            num_workers=num_workers,
+            max_lost_text=max_lost_text,
+            overwrite=overwrite,
+            show_progress=True,
+            notify=typer.echo,
+        )
     print_summary(summary, Path(out))
 
 

@@ -1,5 +1,9 @@
-"""The request of `data prepare`: everything that decides its result. Building one checks it."""
+"""The request of `data prepare`: everything that decides its result. Building one checks it.
 
+`WorkOptions` are the other options of the command, which do not decide the result.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmfoundry_lite.errors import DataError
@@ -125,3 +129,21 @@ def check_compression(compression: str) -> None:
             descriptions.append(algorithm)
     if compression not in valid_names:
         raise DataError(f"--compression {compression}: expected one of {', '.join(descriptions)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkOptions:
+    """Options of one launch of `data prepare`. They say how it works, and do not change the result."""
+
+    num_workers: int | None
+    """Number of processes that tokenise; None is one for each core."""
+    max_lost_text: float
+    """Fraction of characters that the tokenizer may lose."""
+    overwrite: bool
+    """Discard an earlier preparation in the output."""
+    notify: Callable[[str], None]
+    """Called with each sentence for the user."""
+    scratch_folder: str | None
+    """Folder for files on their way into a bucket; None is a temporary one."""
+    scratch_limit: str | None
+    """Maximum size of these files, such as 2gb."""
