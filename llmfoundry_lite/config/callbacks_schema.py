@@ -1,4 +1,5 @@
-"""The blocks `callbacks`, `loggers` and `alerts` of a run's YAML. The first two have LLM Foundry's names of keys."""
+"""The blocks `callbacks`, `loggers`, `stragglers` and `alerts` of a run's YAML. The first two have LLM Foundry's names
+of keys."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -214,7 +215,22 @@ class LoggersConfig:
     tensorboard: TensorboardConfig | None = None
 
 
-EVENTS = ("began", "restarted", "failed_saves", "no_progress", "loss_spike", "preempted", "failed", "ended")
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StragglersConfig:
+    """Ranks that are slower than others: how often their times are compared, and when a rank is named."""
+
+    interval: Duration = duration_setting("100ba", ("ba",))
+    """Span between two batches in which each rank's own time is measured."""
+    threshold: float = setting(1.4, validator("a number above 1", lambda value: value > 1))
+    """Multiple of the median time above which a rank is slow. NVIDIA's nvidia-resiliency-ext has 1 / 0.7."""
+    reports: int = setting(3, POSITIVE)
+    """Measured batches in a row in which a rank must be slow before it is named."""
+
+
+EVENTS = (
+    *("began", "restarted", "failed_saves", "no_progress", "slow_rank", "loss_spike"),
+    *("preempted", "failed", "ended"),
+)
 """Events of a run that `alerts` can tell, as `alerts.events` names them."""
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry_lite.config.blocks import given_blocks, keys_of_blocks
-from llmfoundry_lite.config.callbacks_schema import AlertsConfig, CallbacksConfig, LoggersConfig
+from llmfoundry_lite.config.callbacks_schema import AlertsConfig, CallbacksConfig, LoggersConfig, StragglersConfig
 from llmfoundry_lite.config.data_schema import LoaderConfig, TokenizerConfig
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.fields import (
@@ -446,6 +446,8 @@ class TrainConfig:
             ),
         ),
     )
+    stragglers: StragglersConfig | None = setting(StragglersConfig, change="freely")
+    """When ranks that are slower than others are named; null: never."""
     alerts: AlertsConfig | None = setting(None, change="freely")
     """Messages about this run: that it has ended, that saves fail, that it stands still. null: none."""
     metrics_port: int | None = setting(

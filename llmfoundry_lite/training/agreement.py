@@ -5,7 +5,8 @@ includes its tokens and digest. An epoch's first batch needs a sum of its own. T
 devices, is `gradient_step.measure`.
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -60,7 +61,8 @@ class Meter:
 class Agreement:
     """Reads this rank's batches one ahead, and agrees with the other ranks at the end of each batch.
 
-    One sum over ranks has the counts of the next batch, the reasons to leave, whether a save is due, and the energy.
+    One sum over ranks has the counts of the next batch, the reasons to leave, whether a save is due, the energy, and on
+    some batches each rank's own time.
     """
 
     ranks: DataRanks
@@ -69,6 +71,9 @@ class Agreement:
     """`Partners.end_batch`: lets other launches join and leave. Returns the batches to continue with if this rank reads
     other rows from the next batch on; else None."""
     meter: Meter = field(default_factory=Meter)
+    take_own_times: Callable[[], list[int]] = list
+    """`RankTimes.take`: returns further numbers to add up, as many on every rank. They are the times that ranks need by
+    themselves; none on most batches."""
 
     def __post_init__(self) -> None:
         """Begin without a batch. `begin_epoch` reads the first one.
@@ -87,6 +92,13 @@ class Agreement:
         """Rank 0 asked for a save at the last sum."""
         self.joules: float | None = None
         """Energy of all devices between the last two ends of batches; None if a device has no counter."""
+        self.own_times: list[int] = []
+        """Sums of what ranks passed by `take_own_times` at the last end of a batch."""
+        # Clocks of this rank at the last end of a batch, for `RankTimes`.
+        self.arrived_at = 0.0
+        """When `end_batch` was called, by `time.perf_counter`."""
+        self.read_seconds = 0.0
+        """Time that reading the next batch has taken."""
         # What this rank has read ahead.
         self._batches: Iterator[Any] | None = None
         """This epoch's batches on this rank; None between epochs."""
@@ -125,9 +137,12 @@ class Agreement:
         """Read the next batch, unless this one `is_last`, and agree with the other ranks. Collective.
 
         `is_busy` says that this rank is writing or publishing a save, `wants_save` that a save is due after this batch.
-        Only rank 0's `wants_save` counts, because it follows from a clock. Sets `upcoming`, `all_idle`, `save_is_due`
-        and `joules`, and tells `preemption` the highest reason to leave that any rank has.
+        Only rank 0's `wants_save` counts, because it follows from a clock. Sets `upcoming`, `all_idle`, `save_is_due`,
+        `joules`, `own_times` and this rank's clocks, and tells `preemption` the highest reason to leave that any rank
+        has.
         """
+        self.arrived_at = time.perf_counter()
+
         # Find the reason first: it is also where `preemption` measures how long a batch takes.
         reason = self.preemption.find_reason()
 
@@ -136,9 +151,13 @@ class Agreement:
         if changed_batches is not None:
             self._batches = changed_batches
 
+        read_began_at = time.perf_counter()
         counted = NO_BATCH if is_last else self._read_ahead()
+        self.read_seconds = time.perf_counter() - read_began_at
         is_save_due = wants_save and self.ranks.is_first
-        agreed_reason = self._agree(counted, reason, is_busy, is_save_due, self.meter.take())
+        agreed_reason = self._agree(
+            counted, reason, is_busy, is_save_due, self.meter.take(), own_times=self.take_own_times()
+        )
         self.preemption.set_agreed(agreed_reason)
 
     def _read_ahead(self) -> BatchCounts:
@@ -174,15 +193,16 @@ class Agreement:
         is_busy: bool = False,
         wants_save: bool = False,
         energy: tuple[int, int] = NO_ENERGY,
+        own_times: Sequence[int] = (),
     ) -> int:
         """Sum over all ranks what each passes here, and store the results in attributes. Collective.
 
         `counted` are this rank's counts of the next batch, and `reason` its index into `REASONS`. `energy` is the
         millijoules that its devices have used, and 1 if it could not measure them, else 0. `is_busy` and `wants_save`
-        are explained by `end_batch`.
+        are explained by `end_batch`. All ranks must pass the same number of `own_times`.
 
-        Sets `upcoming`, `all_idle`, `save_is_due` and `joules`. Returns the highest reason to leave that any rank has,
-        0 if none. A sum is enough for that, because each reason has a place of its own in the summed list.
+        Sets `upcoming`, `all_idle`, `save_is_due`, `joules` and `own_times`. Returns the highest reason to leave that
+        any rank has, 0 if none. A sum is enough for that, because each reason has its own place in the summed list.
         """
         # What this rank contributes: integers alone, so that one sum in host memory does for everything.
         counts = [int(count) for count in counted[1:]]  # all fields but `is_complete`
@@ -192,10 +212,11 @@ class Agreement:
         has_reason = [int(reason == index) for index in range(1, len(REASONS))]
 
         # Take the sums apart in the order in which the list was put together.
-        sums = iter(all_reduce_sum([*counts, *flags, *energy, *has_reason]))
+        sums = iter(all_reduce_sum([*counts, *flags, *energy, *own_times, *has_reason]))
         num_samples, num_tokens, num_loss_tokens, num_loss_samples, digest = (next(sums) for _ in counts)
         num_without_batch, num_failed, num_busy, num_wanting_save = (next(sums) for _ in flags)
         millijoules, num_unmeasured = next(sums), next(sums)
+        self.own_times = [next(sums) for _ in own_times]
         ranks_with_reason = list(sums)  # for each reason from 1 on, the number of ranks that have it
 
         # Store what all ranks know now.

@@ -25,6 +25,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
+from llmfoundry_lite.models.mpt import Block
 from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding_gradient
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh, build_stage_group
@@ -42,6 +43,7 @@ from llmfoundry_lite.training.muon import build_muon
 from llmfoundry_lite.training.optimizers import build_adamw, build_lion
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
+from llmfoundry_lite.training.rank_times import RankTimes
 from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.schedule import LearningRate
 from llmfoundry_lite.training.trainer import ParallelTrainer
@@ -100,6 +102,7 @@ def build_and_restore(
         optimizers=build_optimizer(config, model, layout),
         max_duration=str(config.max_duration),
         callbacks=[
+            *build_rank_times(config, layout, model, agreement, run_folder),
             *build_callbacks(config, layout, ranks, model, partners),
             checkpointing,
             *build_foundry_callbacks(config, checkpointing),
@@ -155,6 +158,22 @@ def build_callbacks(
     if config.callbacks.profiler is not None:
         callbacks.append(Profiler(config.callbacks.profiler, Path(config.run_folder)))
     return callbacks
+
+
+def build_rank_times(
+    config: TrainConfig, layout: Layout, model: LanguageModel, agreement: Agreement, run_folder: RunFolder
+) -> list[Callback]:
+    """Build the callback that finds slow ranks, which Composer calls first at each event.
+
+    Returns an empty list if the configuration has none, or if no rank has another one to be compared with.
+    """
+    ranks_of_a_stage = layout.world_size // layout.pipeline
+    if config.stragglers is None or ranks_of_a_stage == 1:
+        return []
+    blocks: list[Block] = []
+    if layout.tensor == 1 and layout.context == 1:  # otherwise ranks wait for each other in every block
+        blocks = [module for module in model.modules() if isinstance(module, Block)]
+    return [RankTimes(config.stragglers, layout, blocks, agreement, run_folder)]
 
 
 def build_foundry_callbacks(config: TrainConfig, checkpointing: Checkpointing) -> list[Callback]:

@@ -65,6 +65,8 @@ class RunFolder(LoggerDestination):
         """Why the launch is asked to leave; None if it is not."""
         self.saves: dict[str, Any] = {}
         """The fields of status.json about saves; empty until the run has been restored."""
+        self.rank_facts: dict[str, Any] = {}
+        """The fields of status.json about the times of ranks; empty until they were compared."""
         self.has_saved = False
         """This launch has published a save, so that another one would not begin where this one did."""
         self.is_running = False
@@ -310,6 +312,15 @@ class RunFolder(LoggerDestination):
         if self.is_running:
             self._tell_status("running", self.leave_reason)
 
+    def note_ranks(self, facts: dict[str, Any], *, is_news: bool) -> None:
+        """Take the fields about the times of ranks, `SlowRanks.facts`, for the next update of status.json.
+
+        It is updated at once if there is news: a rank has become slow, or has recovered.
+        """
+        self.rank_facts = facts
+        if is_news:
+            self._update_status()
+
     def _update_status(self) -> None:
         """Write batch, reason and saves to status.json while the launch runs.
 
@@ -317,7 +328,7 @@ class RunFolder(LoggerDestination):
         """
         if not self.is_running:
             return
-        fields = dict(self.saves)
+        fields = {**self.saves, **self.rank_facts}
         if self.has_saved:
             fields[HAS_SAVED] = True
         with contextlib.suppress(OSError), self._status_lock:
@@ -330,7 +341,7 @@ class RunFolder(LoggerDestination):
         self._stop_updates()
         if self.is_main:
             with disk_errors_as_user_errors(self.folder):
-                write_status(self.folder, status, self.batch, **self.saves)
+                write_status(self.folder, status, self.batch, **self.saves, **self.rank_facts)
         self._tell_status(status)
         self.is_done = True
 
@@ -373,7 +384,7 @@ class RunFolder(LoggerDestination):
 
         # A launcher may try again if the fault may pass. If this launch has saved nothing, another one would not get
         # further.
-        fields = dict(self.saves)
+        fields = {**self.saves, **self.rank_facts}
         may_pass = may_pass or bool(self.saves.get("failed_saves"))
         if status == "failed" and may_pass and self.has_saved:
             fields[TRY_AGAIN] = True

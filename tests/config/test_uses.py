@@ -165,6 +165,7 @@ ALWAYS = {
         with_stack""",
     "HFCheckpointerConfig": "save_interval save_folder precision",
     "GenerateConfig": "prompts interval max_new_tokens do_sample",
+    "StragglersConfig": "interval threshold reports",
     "AlertsConfig": "webhook command apprise events no_progress_minutes loss_spike",
     "AsyncEvalConfig": "interval compute eval_run_config",  # what they mean to LLM Foundry, a note says
     "EarlyStopperConfig": "monitor dataloader_label patience min_delta",
@@ -178,7 +179,8 @@ ALWAYS = {
         fsdp_config tp_config cp_config pp_config on_non_finite save_folder save_interval digest_interval
         save_num_checkpoints_to_keep autoresume load_path stop_after stop_at max_wall_time preemption_grace_seconds
         takeover max_unsaved retry_for compile_config deterministic dist_timeout environment progress_bar
-        log_to_console export_at_end python_log_level variables metadata alerts metrics_port""",
+        log_to_console export_at_end python_log_level variables metadata stragglers alerts
+        metrics_port""",
     # `_build_task` refuses the others that a task's type does not have.
     "TaskConfig": "label icl_task_type dataset_uri num_fewshot fewshot_split metric has_categories cluster form",
 }

@@ -59,6 +59,19 @@ def test_a_batch_is_there_when_every_rank_has_its_share(monkeypatch):
         assert one.next_batch() is BATCH
 
 
+def test_own_times_of_ranks_are_in_the_sum_of_the_batches_that_are_measured(monkeypatch):
+    ranks = rank([BATCH], reason=1), rank([BATCH], number=1)
+    ranks[0].take_own_times = lambda: [1, 2, 3, 0, 0, 0]
+    ranks[1].take_own_times = lambda: [0, 0, 0, 4, 5, 6]
+    end_batch(monkeypatch, *ranks)
+    assert [one.own_times for one in ranks] == [[1, 2, 3, 4, 5, 6]] * 2
+    assert [cast(Any, one.preemption).agreed_reason for one in ranks] == [1, 1]
+    for one in ranks:
+        one.take_own_times, one._batches = list, iter([BATCH])
+    end_batch(monkeypatch, *ranks)
+    assert [one.own_times for one in ranks] == [[], []]
+
+
 def test_one_rank_without_a_share_ends_the_epoch_for_all(monkeypatch):
     ranks = rank([BATCH]), rank([], number=1)
     end_batch(monkeypatch, *ranks)

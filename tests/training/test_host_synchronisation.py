@@ -84,7 +84,8 @@ class Scalars(TorchDispatchMode):
 def test_a_batch_waits_once_for_its_device_and_twice_for_other_ranks_whatever_its_microbatches(tmp_path, microbatch):
     data = write_data(tmp_path / "data")
     callbacks = {"python:tests.training.test_host_synchronisation:Count": {}}
-    config = tiny_config(data, max_duration="6ba", device_train_microbatch_size=microbatch, callbacks=callbacks)
+    changes = {"device_train_microbatch_size": microbatch, "callbacks": callbacks, "stragglers": {"interval": "1ba"}}
+    config = tiny_config(data, max_duration="6ba", **changes)
     train([write_config(tmp_path / "run.yaml", config)], tmp_path, 2).check()
     for rank in (0, 1):
         assert json.loads((tmp_path / f"counted-{rank}.json").read_text()) == {
