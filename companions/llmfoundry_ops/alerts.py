@@ -37,6 +37,10 @@ ENDS = ("preempted", "failed", "ended")
 """Events with which a launch is over."""
 SAVES_RECOVERED = "saves_recovered"
 """Event that follows `failed_saves`: a save has been published again."""
+RANKS_RECOVERED = "ranks_recovered"
+"""Event that follows `slow_rank`: ranks are no longer slow."""
+FOLLOWING = {"failed_saves": SAVES_RECOVERED, "slow_rank": RANKS_RECOVERED}
+"""Event -> the one that says that it is over. If the user wants messages of the first, the second is sent too."""
 
 WINDOW = 100
 """Batches whose median loss is what a spike is compared with."""
@@ -52,6 +56,8 @@ NEXT_STEPS = {
     "restarted": "nothing, unless it happens again; the launcher carries on from the newest save",
     "failed_saves": "make room, or renew the credentials, or start the server; training goes on for max_unsaved",
     SAVES_RECOVERED: "nothing",
+    "slow_rank": "look at the node, or run the same command again without it",
+    RANKS_RECOVERED: "nothing",
     "no_progress": "look at its output; if it hangs, kill it and run the same command again",
     "loss_spike": "look at `llmfoundry-lite report`; if the loss stays high, carry on from a checkpoint before it",
     "preempted": "run the same command again",
@@ -117,8 +123,9 @@ class Messages:
         self.run_name = run_name
         self.folder = folder
         self.events = {*events}
-        if "failed_saves" in events:
-            self.events.add(SAVES_RECOVERED)
+        for event, following in FOLLOWING.items():
+            if event in events:
+                self.events.add(following)
         self.saves_fail = False
         """Whether the last that was told of saves is that they fail."""
         self.spike_batch = 0

@@ -27,7 +27,16 @@ from llmfoundry_lite.ranks.identity import is_alive
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 from llmfoundry_lite.ranks.status import LAUNCHES, TRY_AGAIN, is_running, read_status
 from llmfoundry_lite.report.log import LOSS
-from llmfoundry_ops.alerts import SAVES_RECOVERED, TRY_AGAIN_STEP, Alert, Facts, LossSpikes, Messages
+from llmfoundry_ops.alerts import (
+    RANKS_RECOVERED,
+    SAVES_RECOVERED,
+    TRY_AGAIN_STEP,
+    Alert,
+    Facts,
+    LossSpikes,
+    Messages,
+)
+from llmfoundry_ops.rank_times import MAX_RANKS, RankTime, RankTimes, read_rank_times, read_slow_ranks
 from llmfoundry_ops.receivers import COMMAND_SECONDS, Receiver, notify, post, run_command
 from llmfoundry_ops.runs import LiveRun
 
@@ -89,6 +98,10 @@ class LaunchObserver:
         """Key of the log -> its newest number."""
         self.validation: dict[str, float] = {}
         """Label of a validation set -> its newest loss."""
+        self.rank_times: RankTimes | None = None
+        """Times of ranks of this launch in the newest batch that was measured."""
+        self.slow_ranks: dict[int, RankTime] = {}
+        """The ranks of this launch that are slow."""
 
         self._alerts: AlertsConfig | None = None
         """None if the run has no alerts, but metrics."""
@@ -182,6 +195,7 @@ class LaunchObserver:
             self.run.look()
             self._follow_launches(reason_before)
             self._follow_saves()
+            self._follow_ranks()
             for record in self._take_records():
                 if self._is_history(record):
                     self._add_loss(record)
@@ -226,6 +240,8 @@ class LaunchObserver:
                 else:
                     self._tell("restarted", self._last_reason or reason_before)
                 self._num_begun += 1
+                self.rank_times = None  # another launch may have other nodes
+                self.slow_ranks = {}
                 self.launch = line.get("launch")
                 self._batch_changed_at = self._clock()
             else:
@@ -303,6 +319,28 @@ class LaunchObserver:
         has_saved = self.run.status.get("saved_at") is not None
         if self.messages.saves_fail and has_saved and not self.run.failed_saves:
             self._tell(SAVES_RECOVERED)
+
+    def _follow_ranks(self) -> None:
+        """Tell that ranks have become slow, and that they no longer are."""
+        if self.run is None or self._num_begun == 0:
+            return
+        rank_times = read_rank_times(self.run.status)
+        if rank_times is None:
+            return  # no batch of this launch was measured yet
+        slow_ranks = {time.rank: time for time in read_slow_ranks(self.run.status)}
+        became_slow = [time for rank, time in slow_ranks.items() if rank not in self.slow_ranks]
+        recovered = [time for rank, time in self.slow_ranks.items() if rank not in slow_ranks]
+        self.rank_times = rank_times
+        self.slow_ranks = slow_ranks
+
+        if became_slow:
+            reason, _, next_step = became_slow[0].text.partition("; next: ")
+            if len(became_slow) > 1:
+                reason += f"; and {', '.join(map(str, became_slow[1:]))}"
+            self._tell("slow_rank", reason, next_step=next_step or None)
+        is_list_complete = len(slow_ranks) < MAX_RANKS
+        if recovered and is_list_complete:
+            self._tell(RANKS_RECOVERED, ", ".join(f"rank {time.rank} on {time.host}" for time in recovered))
 
     def _take_records(self) -> list[Record]:
         """Return the new records of the log, and keep their numbers for the metrics."""
@@ -513,6 +551,8 @@ class MetricsPort:
             idle_seconds=observer.idle_seconds,
             logged=dict(observer.logged),
             validation=dict(observer.validation),
+            rank_times=observer.rank_times,
+            num_slow_ranks=len(observer.slow_ranks),
         )
 
 

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from llmfoundry_lite.checkpoint.run_log import Record, number_of
+from llmfoundry_ops.rank_times import RankTimes
 
 STATES = ("waiting", "running", "done", "stopped", "preempted", "failed", "unknown")
 """States of a run. waiting: a launch has been started, and has not begun to train."""
@@ -76,6 +77,9 @@ class Numbers:
     """Key of the log -> its newest number. What a save cost is only in the records of some batches, and stays."""
     validation: dict[str, float] = field(default_factory=dict)
     """Label of a validation set -> its newest loss."""
+    rank_times: RankTimes | None = None
+    """Times of the slowest ranks; None if no batch of this launch was measured."""
+    num_slow_ranks: int = 0
 
     def take(self, record: Record) -> None:
         """Take the numbers of a record of the log."""
@@ -138,6 +142,32 @@ class RunCollector(Collector):
             losses.add_metric([numbers.run_name, label], loss)
         if numbers.validation:
             yield losses
+
+        if numbers.rank_times is not None:
+            yield from _rank_metrics(numbers.run_name, numbers.rank_times)
+            yield gauge("llmfoundry_slow_ranks", "Number of ranks that are slow.", numbers.num_slow_ranks)
+
+
+def _rank_metrics(run_name: str, times: RankTimes) -> Iterator[Metric]:
+    """Yield the times of ranks in the newest batch that was measured."""
+    median = GaugeMetricFamily(
+        "llmfoundry_rank_own_median_seconds", "Median over ranks of the time that each needs by itself.", labels=["run"]
+    )
+    median.add_metric([run_name], times.median_seconds)
+    yield median
+
+    labels = ["run", "rank", "host"]
+    own = GaugeMetricFamily(
+        "llmfoundry_rank_own_seconds", "Time that a rank needs by itself in a batch; the slowest ranks.", labels=labels
+    )
+    waiting = GaugeMetricFamily(
+        "llmfoundry_rank_waiting_seconds", "Time for which a rank then waits for the slowest one.", labels=labels
+    )
+    for rank in times.ranks:
+        own.add_metric([run_name, str(rank.rank), rank.host], rank.own_seconds)
+        waiting.add_metric([run_name, str(rank.rank), rank.host], rank.waiting_seconds)
+    yield own
+    yield waiting
 
 
 def serve(host: str, port: int, numbers: Callable[[], Numbers]) -> Any:

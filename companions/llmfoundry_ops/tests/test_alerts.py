@@ -13,6 +13,7 @@ from llmfoundry_lite.ranks.identity import describe_process
 from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, read_status, write_ended_early, write_status
 from llmfoundry_ops.alerts import ALERTS, IN_A_ROW, WINDOW, LossSpikes
 from llmfoundry_ops.observer_process import TOLD_LATE, LaunchObserver
+from llmfoundry_ops.rank_times import MAX_RANKS, read_rank_times, read_slow_ranks
 
 
 class Clock:
@@ -185,6 +186,51 @@ def test_no_progress_is_told_once_until_a_batch_comes(folder):
     launch.clock.seconds += 10_000
     assert launch.look() == ["began", "no_progress", "no_progress"]
     assert "no new batch for 10:01" in launch.told[-1].text
+
+
+def times_of_ranks(batch, *slow):
+    ranks = [
+        {"rank": rank, "host": f"gpu{rank}", "own_seconds": 0.4, "waiting_seconds": 0, "ratio": 1.8} for rank in slow
+    ]
+    slow_ranks = [{**rank, "text": f"rank {rank['rank']} is slow: 1.8 times; next: check it"} for rank in ranks]
+    return {"rank_times": {"batch": batch, "median_seconds": 0.2, "ranks": ranks}, "slow_ranks": slow_ranks}
+
+
+def test_a_slow_rank_is_told_once_with_what_to_do_and_that_it_has_recovered(folder):
+    launch = Launch(folder)
+    launch.train(100, **times_of_ranks(100))
+    assert launch.look() == ["began"]
+    launch.train(200, **times_of_ranks(200, 5))
+    assert launch.look() == ["began", "slow_rank"]
+    assert (launch.told[-1].reason, launch.told[-1].next) == ("rank 5 is slow: 1.8 times", "check it")
+    launch.train(300, **times_of_ranks(300, 5, 6, 7))
+    launch.look()
+    assert launch.told[-1].reason == "rank 6 is slow: 1.8 times; and rank 7 on gpu7 (1.8 times the median)"
+    launch.train(400, **times_of_ranks(400, 6, 7))
+    assert launch.look() == ["began", "slow_rank", "slow_rank", "ranks_recovered"]
+    assert launch.told[-1].reason == "rank 5 on gpu5"
+
+
+def test_a_rank_that_is_started_again_has_not_recovered(folder):
+    launch = Launch(folder)
+    launch.train(200, **times_of_ranks(200, 5))
+    launch.look()
+    launch.write("failed", 200, "CUDA error", **times_of_ranks(200, 5))
+    launch.look()
+    launch.write("running", 200)
+    launch.look()
+    launch.train(300, **times_of_ranks(300))
+    assert launch.look() == ["began", "slow_rank", "restarted"]
+
+
+def test_times_of_ranks_that_nobody_has_measured_are_skipped(folder):
+    (sound,) = times_of_ranks(100, 5)["slow_ranks"]
+    wrong = [3, {}, {**sound, "rank": True}, {**sound, "ratio": "x"}, {**sound, "host": None}]
+    assert [time.rank for time in read_slow_ranks({"slow_ranks": [*wrong, sound]})] == [5]
+    for times in (None, 3, {}, {"batch": "x", "median_seconds": 1}, {"batch": 1, "median_seconds": None}):
+        assert read_rank_times({"rank_times": times}) is None
+    assert read_rank_times({"rank_times": {"batch": 1, "median_seconds": 1, "ranks": 7}}) is not None
+    assert len(read_slow_ranks({"slow_ranks": [sound] * 1000})) == MAX_RANKS
 
 
 def test_ranks_that_the_launcher_starts_again_are_a_restart_not_an_end(folder):

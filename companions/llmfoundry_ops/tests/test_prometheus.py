@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmfoundry_ops.prometheus import LOGGED, STATES, Numbers, RunCollector
+from llmfoundry_ops.rank_times import RankTime, RankTimes
 from tests.helpers.launch import ROOT
 
 DASHBOARD = ROOT / "docs/grafana-dashboard.json"
@@ -20,6 +21,10 @@ def numbers():
     numbers.saved_at = 1.0
     numbers.logged = dict(LINE)
     numbers.validation = {"": 2.5, "books": 3.5}
+    slow = RankTime(rank=5, host="gpu007", own_seconds=0.4, waiting_seconds=0.0, ratio=2.0)
+    even = RankTime(rank=6, host="gpu007", own_seconds=0.2, waiting_seconds=0.2, ratio=1.0)
+    numbers.rank_times = RankTimes(batch=100, median_seconds=0.2, ranks=(slow, even))
+    numbers.num_slow_ranks = 1
     return numbers
 
 
@@ -33,13 +38,18 @@ def samples_of(numbers):
 
 def test_numbers_of_the_run_are_metrics_with_its_name(numbers):
     samples = samples_of(numbers)
-    values = {sample.name: sample.value for sample in samples if "set" not in sample.labels}
+    values = {sample.name: sample.value for sample in samples if not {"set", "rank"} & sample.labels.keys()}
     assert values["llmfoundry_batch"] == 40 and values["llmfoundry_launch"] == 2
     assert values["llmfoundry_tokens_total"] == values["llmfoundry_loss"] == 1.5
     assert values["llmfoundry_save_age_seconds"] > 1e9
     assert {sample.labels["run"] for sample in samples} == {'a"b'}
     losses = {s.labels["set"]: s.value for s in samples if s.name == "llmfoundry_validation_loss"}
     assert losses == {"": 2.5, "books": 3.5}
+    assert (values["llmfoundry_slow_ranks"], values["llmfoundry_rank_own_median_seconds"]) == (1, 0.2)
+    waiting = {s.labels["rank"]: s.value for s in samples if s.name == "llmfoundry_rank_waiting_seconds"}
+    own = {s.labels["rank"]: s.value for s in samples if s.name == "llmfoundry_rank_own_seconds"}
+    assert (own, waiting) == ({"5": 0.4, "6": 0.2}, {"5": 0.0, "6": 0.2})
+    assert {s.labels["host"] for s in samples if "rank" in s.labels} == {"gpu007"}
 
 
 def test_exactly_one_state_is_1(numbers):
