@@ -55,7 +55,7 @@ def test_every_test_has_an_outcome_though_one_hangs_when_the_time_is_up(part, tm
     outcomes = tmp_path / "outcomes.jsonl"
     arguments = ["-m", "pytest", "-q", "-p", "tests.helpers.outcomes", str(tmp_path / "test_them.py")]
     arguments += ["-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}"]
-    give_seconds(part, 20.1)
+    give_seconds(part, 12.1)
     part.run("pytest", arguments, OUTCOMES=str(outcomes))
     assert part.left() > 0
     found = {name.split("::")[1]: test for name, test in gpu_steps.read_outcomes(outcomes).items()}
@@ -69,7 +69,7 @@ def test_every_test_has_an_outcome_though_one_hangs_when_the_time_is_up(part, tm
     }
     assert "one is not two" in found["test_two"]["why"] and "not today" in found["test_three"]["why"]
     assert "no fixture" in found["test_four"]["why"]
-    assert 19 < seconds_of(part, "pytest") < 26
+    assert 11 < seconds_of(part, "pytest") < 18
     assert json.loads(part.path.read_text())["problems"] == part.proof["problems"]
 
 
@@ -112,16 +112,16 @@ def test_all_ends_with_the_script(tmp_path):
 def test_a_step_that_hangs_leaves_a_third_of_the_time_to_those_that_wait(part, monkeypatch):
     monkeypatch.setattr(gpu_part, "NUM_AT_ONCE", 1)
     part.runs_at_once, found = False, []
-    give_seconds(part, 15)
+    give_seconds(part, 9)
     hang, end = ["-c", "import time; time.sleep(99)"], ["-c", "print('so soon')"]
     part.together(
         {"one": lambda: found.append(part.run("one", hang)), "two": lambda: found.append(part.run("two", end))}
     )
     assert [step.returncode for step in found] == [1, 0] and part.left() > 0
-    assert 9 < seconds_of(part, "one") < 14
-    give_seconds(part, 5)
+    assert 5 < seconds_of(part, "one") < 8
+    give_seconds(part, 3)
     part.together({"last": lambda: found.append(part.run("last", hang))})
-    assert 4 < seconds_of(part, "last") < 9
+    assert 2 < seconds_of(part, "last") < 7
 
 
 def test_steps_run_at_once_and_one_that_raises_costs_no_other(part):

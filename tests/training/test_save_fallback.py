@@ -141,7 +141,7 @@ def test_a_finished_run_is_launched_again_to_copy_its_last_save(tmp_path, data):
     first, second = places(tmp_path)
     run(tmp_path, data, away={"name": "-ba([3-9]|10)-", "end": 99}).check()
     assert saved_in(second)[0] == "ba10"
-    slow = {"python:tests.training.test_save_fallback:SlowCopies": {"pause": 3.0}}
+    slow = {"python:tests.training.test_save_fallback:SlowCopies": {"pause": 1.0}}
     again = run(tmp_path, data, callbacks=slow).check()
     assert "nothing is trained: the run is done" in again.output and f"copied ba10 to {first}" in again.output
     assert saved_in(first)[0] == "ba10" and saved_in(second) == []
