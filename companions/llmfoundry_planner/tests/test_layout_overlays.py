@@ -28,6 +28,12 @@ def parts_of(name: str) -> tuple[str, int, int]:
     return found[1], int(found[2]), int(found[3])
 
 
+def tier_of(name: str) -> pytest.MarkDecorator:
+    """Return the mark of the second tier for devices of 80 GB, and that of the third one for others."""
+    _, _, size = parts_of(name)
+    return pytest.mark.slow if size == 80 else pytest.mark.long
+
+
 def counts_of(name: str) -> list[int]:
     """Return counts from its own number of devices to the one that the model's next layout begins with."""
     model, first, size = parts_of(name)
@@ -82,8 +88,7 @@ def test_a_sample_fits_at_every_count(name):
             assert needed < usable_bytes(accelerator_named(overlay)), (overlay, count)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=tier_of(name)) for name in NAMES])
 def test_it_is_nearly_as_fast_as_the_fastest_that_the_planner_finds_and_says_so(name):
     model, _, size = parts_of(name)
     text = (ROOT / f"yamls/layouts/{name}.yaml").read_text()

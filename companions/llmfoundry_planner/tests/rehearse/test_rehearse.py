@@ -225,9 +225,11 @@ def test_each_stage_of_a_pipeline_computes_and_sends_its_part(server, schedule):
 @pytest.mark.parametrize(
     ("model", "overlay", "devices"),
     [
-        *[("mpt-quickstart", "h100-8", "8"), ("mpt-125m", "h100-8", "1"), ("mpt-1b", "h100-8", "1024")],
-        *[("mpt-350m", "h100-8", "8"), ("mpt-3b", "h100-8", "1024"), ("mpt-7b", "h100-8", "1024")],
-        ("mpt-quickstart", "mi300x-8", "1024"),
+        *[("mpt-quickstart", "h100-8", "8"), ("mpt-1b", "h100-8", "1024"), ("mpt-quickstart", "mi300x-8", "1024")],
+        pytest.param("mpt-125m", "h100-8", "1", marks=pytest.mark.long),
+        pytest.param("mpt-350m", "h100-8", "8", marks=pytest.mark.long),
+        pytest.param("mpt-3b", "h100-8", "1024", marks=pytest.mark.long),
+        pytest.param("mpt-7b", "h100-8", "1024", marks=pytest.mark.long),
     ],
 )
 def test_the_estimate_is_at_most_five_percent_above_the_rehearsal_and_never_below(server, model, overlay, devices):
