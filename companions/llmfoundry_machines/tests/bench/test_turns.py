@@ -6,49 +6,26 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks import wait_for
-from llmfoundry_lite.errors import ConfigError
 from llmfoundry_machines.bench import turns
-from llmfoundry_machines.bench.turns import IMPORTS, READY, STEPS, TIMED, Turns
+from llmfoundry_machines.bench.turns import IMPORTS, Turns
+from llmfoundry_machines.tests.bench.measured import (
+    LONG_SECONDS,
+    fail,
+    hang,
+    lost,
+    measure_beside,
+    status_of,
+    time_for_ever,
+)
 from tests.helpers.launch import PATHS, ROOT
 
 FRESH = {"side": "matmul fp32"}
 """A process that does not wait for the server."""
-LONG_SECONDS = 300.0
-
-
-def lost() -> AssertionError:
-    return AssertionError("what was waited for did not come")
-
-
-def status_of(pid: int) -> str:
-    return psutil.Process(pid).status() if psutil.pid_exists(pid) else psutil.STATUS_DEAD
-
-
-def measure_beside(task, mark):
-    """Do not end before the next has begun; the next asks for the device when this one is gone."""
-    first, second = (Path(task["folder"], name) for name in ("first", "second"))
-    own = Path(task["folder"], task["name"])
-    own.with_suffix(".part").write_text(str(os.getpid()))
-    own.with_suffix(".part").rename(own)
-    mark(READY)
-    found = {}
-    if own == first:
-        wait_for(second.exists, LONG_SECONDS, lost)
-        mark(STEPS)
-        mark(TIMED)
-        wait_for(lambda: status_of(int(second.read_text())) == psutil.STATUS_STOPPED, LONG_SECONDS, lost)
-    else:
-        found["before"] = status_of(int(first.read_text()))
-        mark(STEPS)
-        mark(TIMED)
-    return found
 
 
 @pytest.mark.slow
@@ -62,12 +39,6 @@ def test_the_next_gets_ready_meanwhile_and_stands_still_while_steps_are_timed(tm
     assert second["steps_seconds"] < 60, "the wait for the device counts as neither"
 
 
-def hang(task, mark):
-    subprocess.run(f"sleep 999 & echo $! > {task['told']}", shell=True)
-    mark(READY)
-    time.sleep(999)
-
-
 @pytest.mark.multiprocess
 def test_one_that_hangs_is_ended_with_all_that_it_has_started(monkeypatch, tmp_path):
     told = tmp_path / "told"
@@ -76,14 +47,6 @@ def test_one_that_hangs_is_ended_with_all_that_it_has_started(monkeypatch, tmp_p
         with pytest.raises(RuntimeError, match=r"matmul fp32: ended after 1 s .*, and no time is left"):
             measured.measure(0, LONG_SECONDS)
         wait_for(lambda: status_of(int(told.read_text())) in ("dead", "zombie"), 60, lost)
-
-
-def time_for_ever(task, mark):
-    mark(READY)
-    mark(STEPS)
-    Path(task["told"]).with_suffix(f".{task['name']}").write_text(str(os.getpid()))
-    mark(TIMED)
-    time.sleep(999)
 
 
 def be_measured(told):
@@ -117,17 +80,6 @@ def test_one_that_is_ended_by_a_signal_leaves_nothing_that_stands_still(tmp_path
 @pytest.mark.parametrize(("left", "limit"), [(480, 240), (100, 60), (70, 60), (30, 30), (0, 0)])
 def test_a_turn_is_half_of_what_is_left_but_long_enough_to_compile(left, limit):
     assert turns.limit_of_turn(left) == limit
-
-
-def fail(task, mark):
-    if task["how"] == "refused":
-        raise ConfigError("no such\nsetting")
-    if task["how"] == "broken":
-        raise ValueError("no such value")
-    if task["how"] == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    print("the last words", flush=True)
-    os._exit(3)
 
 
 @pytest.mark.multiprocess
