@@ -60,8 +60,6 @@ from llmfoundry_lite.training.start import describe_differences, describe_model_
 
 RETRY_PAUSES_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses between attempts at the last save; the last pause repeats."""
-END_POLL_SECONDS = 0.5
-"""How often ranks that wait for a copy at the end of the run meet in a collective."""
 
 
 @dataclass(eq=False)
@@ -502,13 +500,8 @@ class Checkpointing(Callback):
         """
         if self.saver.second is None:
             return  # all ranks leave here
-
-        # Rank 0 copies, and the others must not wait for it in a collective of what follows.
         if not self.was_preempted_by:
-            if self.second_place.copy_back is not None:
-                self.second_place.copy_back.wake()
-            while broadcast_json(self.second_place.is_copying() and not self.preemption.reason):
-                time.sleep(END_POLL_SECONDS)
+            self.second_place.wait_for_copies(lambda: bool(self.preemption.reason))
         self.second_place.stop()
         self._note_copies()
         if self.second_place.holds_newest:

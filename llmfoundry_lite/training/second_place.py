@@ -5,6 +5,7 @@ whether the newest save is in the second place, and why saves to the first fail.
 """
 
 import shlex
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.start import Start
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.ranks.exchange import broadcast_json
 from llmfoundry_lite.ranks.status import SAVED_IN, read_status
 from llmfoundry_lite.training.after_save import AfterSave
 
 IN_FALLBACK = "checkpoint/in_save_fallback"
 """Key in the record of a batch, 1 where a save was found to be published in `save_fallback`."""
+POLL_SECONDS = 0.5
+"""How often ranks that wait for a copy at the end of the run meet in a collective."""
 NOT_RENEWED = "the lease there cannot be renewed"
 """Why saves go to the second place before one has failed in the first."""
 
@@ -132,8 +136,18 @@ class SecondPlace:
             return True
         return False
 
-    def is_copying(self) -> bool:
-        """Return whether there is something to wait for at the end of the run: a copy that makes progress."""
+    def wait_for_copies(self, must_leave: Callable[[], bool]) -> None:
+        """Wait at the end of the run as long as a copy makes progress, unless this launch must leave. Collective.
+
+        Rank 0 copies and decides. The others must not wait for it in a collective of what follows.
+        """
+        if self.copy_back is not None:
+            self.copy_back.wake()
+        while broadcast_json(self._is_copying() and not must_leave()):
+            time.sleep(POLL_SECONDS)
+
+    def _is_copying(self) -> bool:
+        """Return whether there is something to wait for: a copy that makes progress. False on ranks other than 0."""
         return self.copy_back is not None and self.copy_back.is_worth_waiting()
 
     def describe_end(self, name: str) -> str:
