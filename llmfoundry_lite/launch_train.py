@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from llmfoundry_lite.config.load_train import (
     LoadedTrain,
     MergedFiles,
     Observed,
+    find_console,
     find_observed,
     find_run_folder,
     load_train_config,
@@ -101,19 +102,22 @@ def main(arguments: Sequence[str]) -> None:
         if this_rank().rank == 0:
             print(HELP, end="")
         return
-    launch(arguments)
+    launch(arguments, is_command=True)
 
 
-def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> TrainConfig | None:
+def launch(
+    arguments: Sequence[str], given: Mapping[str, Any] | None = None, *, is_command: bool = False
+) -> TrainConfig | None:
     """Check the configuration, then train as one rank of a launch, or print what a dry run prints.
 
     Collective: every rank calls it with the same arguments. `arguments` are those of the command line, and `given` is
-    the configuration of a program that calls the library, which they override.
+    the configuration of a program that calls the library, which they override. Only a command (`is_command`) has the
+    console for itself, so that `console_format` holds.
 
     Returns the configuration, or None after a dry run. Raises UserError for what the user can fix, and what `train`
     raises.
     """
-    with observed(arguments, given) as merged:
+    with observed(arguments, given, is_command=is_command) as merged:
         return _launch(arguments, given, merged)
 
 
@@ -162,7 +166,11 @@ def _launch(
 
 @contextlib.contextmanager
 def observed(
-    arguments: Sequence[str], given: Mapping[str, Any] | None = None, *, is_launcher: bool = False
+    arguments: Sequence[str],
+    given: Mapping[str, Any] | None = None,
+    *,
+    is_launcher: bool = False,
+    is_command: bool = False,
 ) -> Iterator[MergedFiles | None]:
     """Let a process beside this one observe the launch in the block, if the run has `alerts` or `metrics_port`.
 
@@ -170,7 +178,8 @@ def observed(
     (`is_launcher`). It reads the run folder alone. At the end of the block, this one waits some seconds until the last
     alert is delivered, because a container or a job ends with its main process.
 
-    Yields the files and arguments as far as they were read, for `check`; None if they were not.
+    A launcher or a command (`is_command`) prints JSON from here on, also after the block, if the run has
+    `console_format: json`. Yields the files and arguments as far as they were read, for `check`; None if they were not.
     """
     is_only_printed = bool({"-h", "--help", *DRY_RUNS} & set(arguments))
     if is_only_printed:
@@ -181,20 +190,39 @@ def observed(
         merged = merge_files(arguments, given)
     launch = find_observed(arguments, given=given, merged=merged)
     is_possible = companions.is_installed("llmfoundry_ops")  # without it, `check` refuses the run
-    if launch is None or not is_possible:
-        yield merged
-        return
-
-    starts_it = this_rank().rank == 0 and OBSERVED not in os.environ
-    status.is_observed = True
-    observer = contextlib.nullcontext()
-    if starts_it:
-        observer = _observer_of(launch, is_launcher=is_launcher)
-    try:
-        with observer:
+    with contextlib.ExitStack() as at_end:
+        # The process prints too, so it has to find the console as it stays.
+        run_name = find_console(arguments, given=given, merged=merged)
+        if run_name is not None and is_possible and (is_launcher or is_command):
+            finish_console = use_json_console(run_name, is_launcher=is_launcher)
+            at_end.callback(finish_console)
+        if launch is None or not is_possible:
             yield merged
-    finally:
-        status.is_observed = False
+            return
+
+        starts_it = this_rank().rank == 0 and OBSERVED not in os.environ
+        status.is_observed = True
+        observer = contextlib.nullcontext()
+        if starts_it:
+            observer = _observer_of(launch, is_launcher=is_launcher)
+        try:
+            with observer:
+                yield merged
+        finally:
+            status.is_observed = False
+
+
+def use_json_console(run_name: str, *, is_launcher: bool) -> Callable[[], None]:
+    """Let each line that this process prints from now on be a JSON object.
+
+    Returns a function to call at the end. A launcher then waits some seconds until the lines of its ranks are printed;
+    a rank does nothing, because its libraries may print until it exits.
+    """
+    use_json = companions.load("llmfoundry_ops.console:use_json", "console_format")
+    if is_launcher:
+        return use_json({"run": run_name})
+    use_json({"run": run_name, "rank": this_rank().rank})
+    return lambda: None
 
 
 @contextlib.contextmanager

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
@@ -39,13 +38,14 @@ from llmfoundry_lite.errors import (
     ConfigError,
     printable,
 )
+from llmfoundry_lite.ranks import output
 from llmfoundry_lite.ranks.ending import EXIT_RETRY, EXIT_RETRY_LOST, LAUNCHED_AT, RANK_LOGS
 from llmfoundry_lite.ranks.identity import uptime
 from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import rank_variables, rendezvous
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 from llmfoundry_lite.ranks.status import SAVES_STAND
-from llmfoundry_ops.processes import Ending, is_running
+from llmfoundry_ops.console import text_of
+from llmfoundry_ops.processes import Ending, is_running, start_module
 from llmfoundry_ops.server import BEAT_SECONDS, Beat, Left, Start, open_channel, receive, send
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -202,20 +202,22 @@ class Launcher:
                 may_pass = is_transient or outcome.code == EXIT_FAILURE
                 if not may_pass or self._ending.num_asked:
                     if outcome.was_killed:
-                        say(f"{outcome.fault}; {SAVES_STAND}")
+                        say(f"{outcome.fault}; {SAVES_STAND}", "ended")
                     return exit_code
                 pause = restarts.pause(is_transient, progress, time.monotonic())
                 if pause is None:
-                    say(self._reason_to_give_up(outcome, is_transient))
+                    say(self._reason_to_give_up(outcome, is_transient), "ended", "error")
                     return exit_code
 
                 # Prepare it, and say what follows.
                 when = f" in {pause:.3g} s" if pause else ""
                 if is_transient:
-                    say(f"{outcome.fault}; next try{when}, for {self.retry_seconds:g} s in all (retry_for)")
+                    say(
+                        f"{outcome.fault}; next try{when}, for {self.retry_seconds:g} s in all (retry_for)", "restarted"
+                    )
                 else:
                     count = f"restart {restarts.num_restarts} of {self.max_restarts}"
-                    say(f"{outcome.fault}; {count}{when}, from the newest save")
+                    say(f"{outcome.fault}; {count}{when}, from the newest save", "restarted")
                 # If nothing has begun yet, the next try must not resume: a run that exists already must still be
                 # refused.
                 if restarts.num_restarts or restarts.has_progressed or self.begun() != begun_before:
@@ -269,7 +271,7 @@ class Launcher:
         log = log_of(self.logs, outcome.rank)
         with suppress(OSError):
             lines = log.read_text(errors="replace").splitlines()[-LINES_QUOTED:]
-            reason += f"; the end of {log}:" + "".join(f"\n  {line}" for line in lines)
+            reason += f"; the end of {log}:" + "".join(f"\n  {text_of(line)}" for line in lines)
         return reason
 
 
@@ -277,28 +279,21 @@ def start_server(program: Program) -> Server:
     """Start the process that imports a program's modules and then forks its ranks. `server.py` runs there."""
     channel, server_channel = open_channel()
     arguments = [str(server_channel.fileno()), str(os.getpid()), program.module, program.imports, *program.packages]
-    command = [sys.executable, "-P", "-m", "llmfoundry_ops.server", *arguments]
-
-    # A terminal sends Ctrl-C to the server too. It inherits the mask, so that it is safe from its first moment.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)
-    try:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **search_path()},
-            pass_fds=[server_channel.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    process = start_module(
+        ["llmfoundry_ops.server", *arguments],
+        pass_fds=[server_channel.fileno()],
+        stdin=subprocess.DEVNULL,
+    )
 
     # The server has its own copy of this end. If it kept open here, the end of the server would not close the channel.
     server_channel.close()
     return Server(process, channel)
 
 
-def say(text: str) -> None:
-    """Print a message of the launcher to stderr. It may have several lines."""
-    print(f"launcher: {printable(text, keep=chr(10))}", file=sys.stderr, flush=True)
+def say(text: str, event: str = "", level: str = "warning") -> None:
+    """Print a message of the launcher to stderr. It may have several lines. A console of JSON has event and level."""
+    line = f"launcher: {printable(text, keep=chr(10))}"
+    output.say(line, event, {"level": level}, file=sys.stderr)
 
 
 def make_room_for_logs(folder: Path) -> None:

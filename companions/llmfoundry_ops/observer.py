@@ -6,8 +6,6 @@ when `close` writes another line, or when the pipe closes because this process h
 """
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -15,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.checkpoint.run_log import number_of
-from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.config.load_train import Observed
 from llmfoundry_lite.ranks.identity import describe_this_process
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 from llmfoundry_lite.ranks.status import LAUNCHES, read_status
 from llmfoundry_ops.alerts import name_of_save
+from llmfoundry_ops.processes import start_module
 
 CLOSE_SECONDS = 5.0
 """Longest time that the end of a launch waits for its last alert. `composer` kills ranks 30 s after a signal, and a
@@ -106,19 +103,13 @@ def _read_status_before(folder: Path) -> dict[str, Any] | None:
 
 def _start(description: bytes) -> subprocess.Popen[bytes]:
     """Start the process and send it the description. Its standard input stays open. Raises OSError."""
-    # A scheduler that ends a job sends SIGTERM to all its processes. This one ends by itself, after the last alert. It
-    # inherits the mask, so that it is safe from its first moment.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "llmfoundry_ops.observer_process"],
-            env={**os.environ, **search_path()},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    # It has a session of its own, and ends by itself after the last alert.
+    process = start_module(
+        ["llmfoundry_ops.observer_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     assert process.stdin is not None
     process.stdin.write(description)
     process.stdin.flush()

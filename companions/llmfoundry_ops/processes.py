@@ -8,6 +8,7 @@ launch, so that `find` also finds ranks that outlive their launcher. (Ranks of `
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import IO, NamedTuple
 import psutil
 
 from llmfoundry_lite.bounded import MAX_NOTE_BYTES
+from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.files import open_no_link
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, handle_leaving_signals
 from llmfoundry_lite.search_path import environment_of_user
@@ -90,6 +92,33 @@ def begin(command: str, code_file: Path, output: Path) -> subprocess.Popen[bytes
             start_new_session=True,
             env=environment_of_user() | {LAUNCH: str(code_file)},
         )
+
+
+def start_module(
+    command: Sequence[str],
+    *,
+    stdin: int,
+    stdout: int | None = None,
+    pass_fds: Sequence[int] = (),
+    start_new_session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start `python -m COMMAND`, which finds our packages, and which signals that ask to leave do not end.
+
+    A terminal and a scheduler send these to all processes of a group or a job. The process inherits the mask that
+    blocks them, so that it is safe from its first moment. The options are those of Popen. Raises OSError.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", *command],
+            env={**os.environ, **search_path()},
+            stdin=stdin,
+            stdout=stdout,
+            pass_fds=pass_fds,
+            start_new_session=start_new_session,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def find(value: Path | str, variable: str = LAUNCH) -> list[psutil.Process]:

@@ -26,7 +26,7 @@ from llmfoundry_lite.errors import (
     printable,
 )
 from llmfoundry_lite.ranks.codec import shorten
-from llmfoundry_lite.ranks.output import OutputError, prepare_output
+from llmfoundry_lite.ranks.output import OutputError, prepare_output, say
 from llmfoundry_lite.release import read_release
 
 app = typer.Typer(
@@ -116,7 +116,8 @@ def print_error(error: UserError) -> int:
     Nothing is printed if the error is that the reader of the command's output has left.
     """
     if error.exit_code != EXIT_UNREAD:
-        print(f"error: {printable(' '.join(str(error).split()))}{error.remedy}", file=sys.stderr)
+        text = f"error: {printable(' '.join(str(error).split()))}{error.remedy}"
+        say(text, "ended", {"exit_code": error.exit_code}, file=sys.stderr)
     return error.exit_code
 
 

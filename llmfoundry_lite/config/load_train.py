@@ -201,6 +201,23 @@ def find_observed(
     return Observed(values["run_name"], Path(values["run_folder"]), alerts, metrics_port, str(host))
 
 
+def find_console(
+    arguments: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    given: Mapping[str, Any] | None = None,
+    merged: MergedFiles | None = None,
+) -> str | None:
+    """Return the name of a launch's run if its `console_format` is json, else None.
+
+    The arguments are those of `find_observed`. Other keys are not checked, so that the line that refuses one is JSON
+    too.
+    """
+    values = _read_unchecked(arguments, environ, given, merged)
+    if values is None or values.get("console_format") != "json":
+        return None
+    return values["run_name"]
+
+
 def _read_unchecked(
     arguments: Sequence[str],
     environ: Mapping[str, str],

@@ -448,6 +448,8 @@ class TrainConfig:
     )
     stragglers: StragglersConfig | None = setting(StragglersConfig, change="freely")
     """When ranks that are slower than others are named; null: never."""
+    console_format: str = setting("text", choices="text json", change="freely")
+    """json: each line that a launch prints is a JSON object, for programs that collect logs. Not for `lf.train`."""
     alerts: AlertsConfig | None = setting(None, change="freely")
     """Messages about this run: that it has ended, that saves fail, that it stands still. null: none."""
     metrics_port: int | None = setting(
@@ -580,6 +582,8 @@ class TrainConfig:
             keys.append("alerts")
         if self.metrics_port is not None:
             keys.append("metrics_port")
+        if self.console_format != "text":
+            keys.append("console_format")
         return keys
 
     @property

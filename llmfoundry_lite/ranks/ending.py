@@ -30,7 +30,7 @@ from llmfoundry_lite.errors import (
     printable,
 )
 from llmfoundry_lite.ranks import siblings
-from llmfoundry_lite.ranks.output import ignore_output_errors
+from llmfoundry_lite.ranks.output import ignore_output_errors, say
 from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
 from llmfoundry_lite.ranks.siblings import FirstError
 from llmfoundry_lite.ranks.signals import (
@@ -93,7 +93,7 @@ def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
         # All ranks are preempted together, so that one of them prints it. A rank that leaves alone may not run exit
         # handlers, which could wait for the others.
         if this_rank().rank == 0:
-            print(describe_error(error), file=sys.stderr, flush=True)
+            say(describe_error(error), "ended", {"exit_code": error.exit_code}, file=sys.stderr)
         if not error.is_orderly:
             exit_now(error.exit_code)
         siblings.record_end(error.exit_code)
@@ -223,10 +223,10 @@ def limited_wait(grace_seconds: float, limit_seconds: float, text: str, exit_cod
         if is_over.is_set():
             return
         if signal_number is None:
-            print(text, file=sys.stderr, flush=True)
+            say(text, "ended", {"level": "error", "exit_code": exit_code}, file=sys.stderr)
         elif this_rank().rank == 0:
             reason = describe_reason_to_leave(signal.Signals(signal_number).name)
-            print(f"{reason}; run the same command again", file=sys.stderr, flush=True)
+            say(f"{reason}; run the same command again", "ended", {"exit_code": EXIT_PREEMPTED}, file=sys.stderr)
         exit_now(exit_code if signal_number is None else EXIT_PREEMPTED)
 
     # Only the main thread may set the descriptor. In another thread, the time alone is watched.
@@ -326,11 +326,15 @@ def report_error(error: BaseException) -> None:
     text = _choose_text_to_print(error)
     if not text:
         return
-    print(text, file=sys.stderr, flush=True)
+    exit_code = exit_code_of(error)
+    facts: dict[str, Any] = {"level": "error"}
+    if exit_code not in (EXIT_RETRY, EXIT_RETRY_LOST):  # our launcher decides on the code of the launch
+        facts["exit_code"] = exit_code
+    say(text, "ended", facts, file=sys.stderr)
 
     # Show a user's mistake beside the launcher's output, too, if rank 0 will not print it.
     is_unseen = launcher_stderr is not None and _process_group_store() is None
-    if is_unseen and exit_code_of(error) == EXIT_USER:
+    if is_unseen and exit_code == EXIT_USER:
         with suppress(OSError):
             print(f"rank {this_rank().rank}: {text}", file=launcher_stderr, flush=True)
 

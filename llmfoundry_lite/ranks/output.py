@@ -7,6 +7,9 @@ command that only answers ends, with one line on standard error.
 
 `prepare_output` replaces `sys.stdout` and `sys.stderr`: a text stream that replaces characters, above a buffer, above a
 `StandardStream`, which decides what a failed write does. `ignore_output_errors` chooses to drop text.
+
+With `console_format: json`, the companion `llmfoundry_ops` puts streams in their place that write each line as JSON.
+`say` and `tell` hand them the facts of a line, which a console of text does not show.
 """
 
 import errno
@@ -14,9 +17,9 @@ import io
 import os
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TextIO
 
 from llmfoundry_lite.errors import EXIT_UNREAD, UserError
 
@@ -25,6 +28,10 @@ REPLACING_ERROR_HANDLERS = ("backslashreplace", "ignore", "namereplace", "replac
 STALL_SECONDS = 5.0
 """How long a process that drops text waits for a full pipe, or a terminal that Ctrl-S has stopped. Ranks wait for each
 other, so one that waits for a reader delays all."""
+
+
+labels: dict[str, Any] = {}
+"""Facts about this process that each JSON line of its console has: rank, launch, the last batch."""
 
 
 class OutputError(UserError):
@@ -184,6 +191,25 @@ def _standard_stream_below(stream: Any) -> StandardStream | None:
     buffer = getattr(stream, "buffer", None)
     file = getattr(buffer, "raw", None)
     return file if isinstance(file, StandardStream) else None
+
+
+def say(text: str, event: str = "", facts: Mapping[str, Any] | None = None, *, file: TextIO | None = None) -> None:
+    """Print a line on `file`, by default standard output.
+
+    A console whose lines are JSON also shows `event`, a name such as "saved", and `facts`: numbers and texts by name.
+    """
+    if not tell(text, event, facts, file=file):
+        print(text, file=file, flush=True)
+
+
+def tell(text: str, event: str, facts: Mapping[str, Any] | None = None, *, file: TextIO | None = None) -> bool:
+    """Print a line as `say` does if the lines of `file` are JSON, and nothing otherwise. Returns whether it did."""
+    stream = file or sys.stdout
+    write_event = getattr(stream, "write_event", None)
+    if write_event is None:
+        return False
+    write_event(text, event, facts or {})
+    return True
 
 
 def open_closed_descriptors() -> None:

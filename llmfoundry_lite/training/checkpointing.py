@@ -8,7 +8,7 @@ saves when `save_policy` decides so. `run_state` has the state besides tensors. 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
+from llmfoundry_lite.ranks.output import say
 from llmfoundry_lite.retry import Budget
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.after_save import AfterSave
@@ -194,7 +195,9 @@ class Checkpointing(Callback):
             differences = describe_differences(
                 self.config, self.model, state, manifest, self.changes, self.partners.segment
             )
-            self.print_on_rank_0(*restored.notes, f"{action} {restored.url}{differences}")
+            self.print_on_rank_0(*restored.notes)
+            line = f"{action} {restored.url}{differences}"
+            self.print_on_rank_0(line, event="restored", facts={"checkpoint": restored.url})
 
             if self.carries_on:
                 for group, options in zip(optimizer.param_groups, configured, strict=True):
@@ -466,7 +469,8 @@ class Checkpointing(Callback):
             if self.saver.next_is_second:
                 self.second_place.note_failure(self.failed_saves.describe())
                 next_step = f"the next save goes to {self.second_place.url}"
-            self.print_on_rank_0(f"warning: {describe_failed_saves(self)}, and {next_step}")
+            line = f"warning: {describe_failed_saves(self)}, and {next_step}"
+            self.print_on_rank_0(line, event="failed_save", facts={"failed_saves": self.failed_saves.count})
             self.begun_batch = self.published_batch
             self.on_saves(describe_saves(self))
             return error
@@ -553,10 +557,12 @@ class Checkpointing(Callback):
         All ranks call this; the ranks exchange nothing. Sets `published_batch`, `newest_url` and `unlogged_digest`, and
         resets `failed_saves`.
         """
-        self.print_on_rank_0(self.second_place.note_published(saved.name, is_in_second=saved.is_in_second))
         self.published_batch = int(saved.name.removeprefix("ba"))
         place_url = self.second_place.url if saved.is_in_second else self.store.root.url
         self.newest_url = f"{place_url}/{saved.name}"
+        line = self.second_place.note_published(saved.name, is_in_second=saved.is_in_second)
+        facts = {"batch": self.published_batch, "checkpoint": self.newest_url, "bytes": saved.num_bytes}
+        self.print_on_rank_0(line, event="saved", facts=facts)
         self.failed_saves.note_published()
         self.on_saves(describe_saves(self))
 
@@ -650,8 +656,11 @@ class Checkpointing(Callback):
         if place is self.store and self.second_place.copy_back is not None:
             self.second_place.copy_back.wake()
 
-    def print_on_rank_0(self, *lines: str) -> None:
-        """Print lines on rank 0, with characters escaped that a terminal could take for commands."""
+    def print_on_rank_0(self, *lines: str, event: str = "", facts: Mapping[str, Any] | None = None) -> None:
+        """Print lines on rank 0, with characters escaped that a terminal could take for commands.
+
+        `event` and `facts` of a line are shown by a console of JSON, as `output.say` describes.
+        """
         if dist.get_rank() == 0:
             for line in lines:
-                print(printable(line), flush=True)
+                say(printable(line), event, facts)

@@ -19,6 +19,7 @@ from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.wandb_init import RUN_ID, describe_unused_variables, init_arguments
 from llmfoundry_lite.errors import ConfigError, TransientError, mask_urls, printable
 from llmfoundry_lite.files import open_no_link, write_atomically
+from llmfoundry_lite.ranks.output import say
 
 WANDB_ID = "wandb_id"
 """File in the run folder with the id of the run at wandb."""
@@ -125,7 +126,8 @@ class ConsoleLine(Mirror):
         else:
             is_due = record["batch"] % int(self.interval.value) == 0
         if is_due or validation_losses(record):
-            print(console_line(record, self.max_duration), flush=True)
+            event = "evaluated" if validation_losses(record) else "batch"
+            say(console_line(record, self.max_duration), event, numbers_of(record))
 
 
 def has_width(stream: TextIO | None) -> bool:

@@ -27,6 +27,7 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.errors import TransientError, UserError, mask_credentials, mask_urls, printable
 from llmfoundry_lite.files import open_no_link, write_atomically
+from llmfoundry_lite.ranks import output
 from llmfoundry_lite.ranks.identity import describe_this_process
 from llmfoundry_lite.ranks.status import HAS_SAVED, LAUNCHES, STATUS, TRY_AGAIN, write_ended_early, write_status
 from llmfoundry_lite.training.log_file import LogFile
@@ -124,6 +125,7 @@ class RunFolder(LoggerDestination):
                 # The log gets what another machine has logged. Its last launch decides this one's number.
                 restored_records = append_missing_records(self.log_path, history) if history else []
                 self.launch = 1 + last_launch(self.log_path)
+                output.labels["launch"] = self.launch
                 batch = int(trainer.state.timestamp.batch)
                 began_at = write_status(
                     self.folder, "running", batch, self.leave_reason, launch=self.launch, **self.saves
@@ -180,6 +182,7 @@ class RunFolder(LoggerDestination):
         Only rank 0 writes. Sets `last_record`, and begins to collect for the next record.
         """
         timestamp = state.timestamp
+        output.labels["batch"] = int(timestamp.batch)
         self.last_record = {
             "batch": int(timestamp.batch),
             "launch": self.launch,
@@ -342,6 +345,8 @@ class RunFolder(LoggerDestination):
         if self.is_main:
             with disk_errors_as_user_errors(self.folder):
                 write_status(self.folder, status, self.batch, **self.saves, **self.rank_facts)
+            facts = {"status": status, "batch": self.batch, "last_saved": self.saves.get("last_saved")}
+            output.tell(f"the run is {status} at batch {self.batch}", "ended", facts)
         self._tell_status(status)
         self.is_done = True
 
@@ -361,7 +366,8 @@ class RunFolder(LoggerDestination):
         """Print why the process ends, and write it to status.json. From another thread, while the main thread hangs."""
         self._stop_updates()
         if self.is_main:
-            print(printable(reason), file=sys.stderr, flush=True)
+            facts = {"status": status, "batch": self.batch}
+            output.say(printable(reason), "ended", facts, file=sys.stderr)
             self._write_reason(status, reason)
 
     def _stop_updates(self) -> None:

@@ -50,7 +50,7 @@ TABLE = {
             compile_config deterministic digest_interval dist_timeout environment progress_bar log_to_console
             console_log_interval
             export_at_end python_log_level variables metadata retry_for takeover
-            max_unsaved stragglers alerts metrics_port metrics_host""",
+            max_unsaved stragglers console_format alerts metrics_port metrics_host""",
         "stragglers.": "interval threshold reports",
         "alerts.": "webhook command apprise events no_progress_minutes loss_spike",
         "callbacks.speed_monitor.": "window_size",

@@ -179,7 +179,7 @@ ALWAYS = {
         fsdp_config tp_config cp_config pp_config on_non_finite save_folder save_interval digest_interval
         save_num_checkpoints_to_keep autoresume load_path stop_after stop_at max_wall_time preemption_grace_seconds
         takeover max_unsaved retry_for compile_config deterministic dist_timeout environment progress_bar
-        log_to_console export_at_end python_log_level variables metadata stragglers alerts
+        log_to_console export_at_end python_log_level variables metadata stragglers console_format alerts
         metrics_port""",
     # `_build_task` refuses the others that a task's type does not have.
     "TaskConfig": "label icl_task_type dataset_uri num_fewshot fewshot_split metric has_categories cluster form",

@@ -57,7 +57,7 @@ class Run:
         parts.failed_saves, parts.on_saves = FailedSaves(parse_limit("30m")), lambda saves: None
         parts.unlogged_digest = {}
         parts.begun_batch, parts.published_batch, parts.partners, parts.first_batch = 4, 2, Partners(), 1
-        parts.print_on_rank_0 = lambda *lines: self.said.extend(lines)
+        parts.print_on_rank_0 = lambda *lines, **facts: self.said.extend(lines)
         parts.store = SimpleNamespace(root=SimpleNamespace(url="run"), second=None)
         parts.second_place = SecondPlace(parts.store, self.said.append)
         parts._save = lambda state, logger, **options: self.saves.append(4)

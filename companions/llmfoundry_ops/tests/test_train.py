@@ -137,3 +137,56 @@ def test_ranks_that_evaluate_find_what_one_finds(folder):
     assert found[0]["n"] == 9
     assert all(found[0][key] == found[1][key] for key in ("fingerprint", "acc", "acc_norm", "acc_per_token"))
     assert (folder / "logs2/rank1.txt").exists()
+
+
+CRASHES = """
+import os
+from composer import Callback
+
+class Crash(Callback):
+    def __init__(self, how):
+        self.how = how
+
+    def batch_end(self, state, logger):
+        is_rank_1 = os.environ["RANK"] == "1"
+        if int(state.timestamp.batch) == 2 and (is_rank_1 or self.how == "abort"):
+            os.write(2, b"[W1130 a library speaks")
+            if self.how == "abort":
+                os.abort()
+            raise RuntimeError("two\\nlines")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["abort", "raise"])
+def test_every_line_of_a_launch_is_one_json_object(folder, how):
+    (folder / "crashes.py").write_text(CRASHES)
+    name = f"json-{how}"
+    callback = f"callbacks={{python:crashes:Crash: {{how: {how}}}}}"
+    launcher = begin(
+        folder, f"run_name={name}", "console_format=json", "max_duration=4ba", "--max-restarts", "1", callback
+    )
+    output, _ = launcher.communicate(timeout=DEADLINE_SECONDS)
+    output += (folder / "runs" / name / "logs/rank1.txt").read_text()
+    lines = [json.loads(line) for line in output.splitlines()]
+    assert launcher.returncode == 1
+    assert {line["run"] for line in lines} == {name} and all(line["time"].endswith("Z") for line in lines)
+
+    batches = [line for line in lines if line.get("event") == "batch"]
+    assert [line["batch"] for line in batches] == [1, 1] and all(line["loss/train/total"] > 0 for line in batches)
+    texts = [line["text"] for line in lines]
+    assert "[W1130 a library speaks" in texts
+    assert any(text.startswith("launcher: ") and "restart 1 of 1, from the newest save" in text for text in texts)
+    errors = [line for line in lines if line["level"] == "error"]
+    assert errors[-1]["event"] == "ended" or how == "raise"
+    tracebacks = [line["text"] for line in errors if line["text"].startswith("Traceback")]
+    assert all(text.endswith("RuntimeError: two\nlines") for text in tracebacks)
+    assert bool(tracebacks) == (how == "raise")
+
+
+def test_a_mistake_is_one_json_object_too(folder):
+    launcher = begin(folder, "console_format=json", "model.d_modle=64")
+    output, _ = launcher.communicate(timeout=DEADLINE_SECONDS)
+    (line,) = map(json.loads, output.splitlines())
+    assert launcher.returncode == line["exit_code"] == 2
+    assert (line["level"], line["event"]) == ("error", "ended") and "d_model" in line["text"]
