@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 from llmfoundry_lite import companions, dry_run, preflight
 from llmfoundry_lite.checkpoint import remote_folder
-from llmfoundry_lite.checkpoint.start import publish_early_end
+from llmfoundry_lite.checkpoint.start import check_access, publish_early_end
 from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import (
     DRY_RUNS,
@@ -39,17 +40,20 @@ from llmfoundry_lite.config.load_train import (
     merge_files,
 )
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.errors import EXIT_MEANINGS, ConfigError, printable
+from llmfoundry_lite.errors import EXIT_MEANINGS, CheckpointError, ConfigError, printable
 from llmfoundry_lite.ranks import signals, status
 from llmfoundry_lite.ranks.ending import (
+    RANK_LOGS,
     Preempted,
     claim_first_error,
+    describe_error,
     ignore_leaving_signals,
     leaving_during_imports,
     run_and_exit,
     sigterm_delayed,
 )
 from llmfoundry_lite.ranks.lean_imports import FULL_IMPORTS, HEAVY, import_lean
+from llmfoundry_lite.ranks.output import say
 from llmfoundry_lite.ranks.rank import check_launch, set_environment, this_rank
 from llmfoundry_lite.ranks.status import refusals_recorded, watch_for_failures_on_other_nodes
 
@@ -155,6 +159,8 @@ def _launch(
 
     # Import torch and Composer only now, because they read the environment, and take seconds.
     prepare_environment(config)
+    if RANK_LOGS not in os.environ:  # our launcher has asked
+        check_access_to_saves(config)
     publish = partial(publish_early_end, config)
     with refusals_recorded(lambda: Path(config.run_folder), publish), leaving_during_imports():
         import_lean(*HEAVY)
@@ -295,6 +301,23 @@ def check(
 
             preflight.check_here(config, layout, local_devices())
     return CheckedLaunch(invocation, layout, findings)
+
+
+def check_access_to_saves(config: TrainConfig, *, is_launcher: bool = False) -> None:
+    """Ask the server of the run's checkpoints for a listing, before torch is imported. Raises CheckpointError.
+
+    Only rank 0 asks, or the launcher that restarts the ranks (`is_launcher`). That prints a fault that may pass, and
+    goes on, because its ranks try again for `retry_for`.
+    """
+    if this_rank().rank != 0:
+        return
+    with refusals_recorded(lambda: Path(config.run_folder), partial(publish_early_end, config)):
+        try:
+            check_access(config)
+        except CheckpointError as error:
+            if not is_launcher or not error.is_transient:
+                raise
+            say(f"warning: {describe_error(error).removeprefix('error: ')}", file=sys.stderr)
 
 
 def prepare_environment(config: TrainConfig) -> None:

@@ -26,7 +26,12 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
 
     Raises UserError as a rank would, before any is started.
     """
-    from llmfoundry_lite.launch_train import check, observed, prepare_environment
+    from llmfoundry_lite.launch_train import (
+        check,
+        check_access_to_saves,
+        observed,
+        prepare_environment,
+    )
     from llmfoundry_lite.ranks.lean_imports import HEAVY
     from llmfoundry_lite.ranks.status import read_status
     from llmfoundry_ops.launcher import Launcher, Program
@@ -34,6 +39,7 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
     with observed(arguments, is_launcher=True) as merged:
         config = check(arguments, merged=merged).invocation.config
         prepare_environment(config)
+        check_access_to_saves(config, is_launcher=True)
         program = Program("llmfoundry_lite.launch_train", "llmfoundry_lite.training.train", HEAVY)
         logs = log_dir or Path(config.run_folder) / "logs"
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from llmfoundry_lite.checkpoint.launch_record import record_early_end
 from llmfoundry_lite.checkpoint.manifest import Manifest
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import check_not_foreign, folder_of_checkpoints
 from llmfoundry_lite.checkpoint.run_log import METRICS, SAVED, read_lines, read_log
 from llmfoundry_lite.checkpoint.store import (
@@ -98,6 +99,22 @@ def publish_early_end(config: TrainConfig, status: str, reason: str) -> None:
         "process": describe_this_process(),
     }
     record_early_end(config.checkpoint_folder, record)
+
+
+def check_access(config: TrainConfig) -> None:
+    """List the run's checkpoints once if they are behind a URL, and those of `load_path` if the run has none yet.
+
+    A launch calls this before it imports torch, so that an expired token is reported within a second or two. Nothing is
+    read but names, and folders on disks are left alone. Raises CheckpointError, as `choose_start` does later.
+    """
+    store = open_run_store(config)
+    places = [store] if store.second is None else [store, store.second]
+    has_checkpoints = False
+    for place in places:
+        if place.root.path_here is None:
+            has_checkpoints = bool(place.names()) or has_checkpoints
+    if config.load_path is not None and not has_checkpoints and open_folder(config.load_path).path_here is None:
+        CheckpointStore(config.load_path).names()
 
 
 def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:

@@ -396,12 +396,19 @@ class CheckpointStore:
         Reads the first bytes of each manifest, several at a time. Raises CheckpointError if the folder cannot be
         listed.
         """
-        with os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
-            names = self.commits.names()
-            with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="checkpoint-list") as pool:
-                candidates_or_none = list(pool.map(self._read_candidate, names))
+        names = self.names()
+        with (
+            os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"),
+            ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="checkpoint-list") as pool,
+        ):
+            candidates_or_none = list(pool.map(self._read_candidate, names))
         candidates = [candidate for candidate in candidates_or_none if candidate is not None]
         return sorted(candidates, key=lambda candidate: candidate.recency, reverse=True)
+
+    def names(self) -> list[str]:
+        """List the names of the run's checkpoints. Raises CheckpointError if the folder cannot be listed."""
+        with os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
+            return self.commits.names()
 
     def all_candidates(self) -> list[Candidate]:
         """List the run's checkpoints here and in its second place, newest first, as `candidates` does.

@@ -1,5 +1,6 @@
 """Checkpoints on S3, over HTTP to a server process: multi-part uploads, dropped connections, the manifest last."""
 
+import contextlib
 import errno
 import gc
 import os
@@ -20,9 +21,12 @@ from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.save import Saver
+from llmfoundry_lite.checkpoint.start import check_access
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.launch_train import check_access_to_saves
 from tests.checkpoint.ranks import about, build, save_now, step, whole_state
 from tests.checkpoint.s3_server import DroppingProxy, Faults, RefusingProxy, s3_server
 from tests.checkpoint.saves import names, save, saved, write_draft
@@ -557,3 +561,35 @@ def test_a_bucket_that_refuses_everything_is_reported_after_a_few_requests(serve
         assert proxy.num_refused <= 6
     finally:
         proxy.close()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("code", "may_pass"), [("ExpiredToken", True), ("AccessDenied", False)])
+def test_a_launch_asks_for_its_saves_before_torch_is_imported(proxy, tmp_path, monkeypatch, capsys, code, may_pass):
+    """The launcher of `train -n` goes on after a fault that may pass, because its ranks try again."""
+    monkeypatch.setenv("RANK", "0")
+    config = load_train_config(["mpt-quickstart", f"save_folder={proxy.url}", f"run_folder={tmp_path}"], {}).config
+    check_access_to_saves(config)
+    proxy.refuses = lambda method, path, headers: code
+    with pytest.raises(CheckpointError, match=f"{proxy.url}: cannot be listed: {code}") as caught:
+        check_access_to_saves(config)
+    assert caught.value.is_transient == may_pass
+
+    capsys.readouterr()
+    with contextlib.nullcontext() if may_pass else pytest.raises(CheckpointError):
+        check_access_to_saves(config, is_launcher=True)
+    assert capsys.readouterr().err.startswith(f"warning: {proxy.url}: cannot be listed") == may_pass
+
+    monkeypatch.setenv("RANK", "1")
+    check_access_to_saves(config)
+
+
+@pytest.mark.fault
+def test_a_load_path_is_asked_for_only_if_the_run_has_no_checkpoint(proxy, tmp_path):
+    settings = [f"save_folder={proxy.url}", "load_path=s3://another/run", "load_weights_only=true"]
+    config = load_train_config(["mpt-quickstart", *settings, f"run_folder={tmp_path}"], {}).config
+    proxy.refuses = lambda method, path, headers: "AccessDenied" if "/another" in path else None
+    with pytest.raises(CheckpointError, match="s3://another/run: cannot be listed"):
+        check_access(config)
+    s3fs.S3FileSystem().pipe(f"{proxy.url}/ba1/manifest.json", b"{}")
+    check_access(config)
