@@ -19,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -46,6 +45,7 @@ from llmfoundry_lite.ranks.rank import rank_variables, rendezvous
 from llmfoundry_lite.ranks.status import SAVES_STAND
 from llmfoundry_ops.console import text_of
 from llmfoundry_ops.processes import Ending, is_running, start_module
+from llmfoundry_ops.rank_logs import Rotation, log_of, make_room_for_logs
 from llmfoundry_ops.server import BEAT_SECONDS, Beat, Left, Start, open_channel, receive, send
 
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -296,23 +296,6 @@ def say(text: str, event: str = "", level: str = "warning") -> None:
     output.say(line, event, {"level": level}, file=sys.stderr)
 
 
-def make_room_for_logs(folder: Path) -> None:
-    """Rename the logs of the launch before, whose ranks may still write them, and check that the folder can be written.
-
-    Raises ConfigError.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("rank*[0-9].txt"):
-            os.replace(path, path.with_suffix(".before.txt"))
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: ranks cannot write their logs there: {error.strerror}; name another folder with --log-dir"
-        ) from error
-
-
 # ----------------------------------------------------------------------------------------------------------- one try
 
 
@@ -362,6 +345,8 @@ class World:
     """The first fault, which has caused the others, and the rank that had it."""
     _kill_at: float = math.inf
     """Monotonic time at which the remaining ranks are killed."""
+    _rotation: Rotation | None = None
+    """Keeps the logs of the ranks small, once they are started."""
     _looked_at: float = field(default_factory=lambda: time.monotonic())
     """Monotonic time of the last look for frozen ranks."""
 
@@ -371,6 +356,7 @@ class World:
         Rank 0 prints to the launcher's terminal, and rank R into rankR.txt in `logs`. Raises ConfigError for arguments
         that are too long to be sent.
         """
+        self._rotation = Rotation(logs, self.num_ranks)
         for rank in range(self.num_ranks):
             rank_environment = {**environment, **rank_variables(rank, self.num_ranks)}
             output = str(log_of(logs, rank)) if rank else None
@@ -401,6 +387,8 @@ class World:
         while not self._has_ended():
             self._receive_message()
             self._look_for_frozen()
+            if self._rotation is not None:
+                self._rotation.look()
             if time.monotonic() >= self._kill_at:
                 self.signal(signal.SIGKILL)
 
@@ -507,11 +495,6 @@ class World:
         if not self._fault:
             self._fault = fault
             self._faulty_rank = rank
-
-
-def log_of(logs: Path, rank: int) -> Path:
-    """Return the log of a rank other than 0."""
-    return logs / f"rank{rank}.txt"
 
 
 def launch_code(codes: Iterable[int]) -> int:

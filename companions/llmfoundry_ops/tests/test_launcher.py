@@ -23,9 +23,9 @@ from llmfoundry_ops.launcher import (
     Restarts,
     World,
     launch_code,
-    make_room_for_logs,
     start_server,
 )
+from llmfoundry_ops.rank_logs import make_room_for_logs
 from llmfoundry_ops.server import BEAT_SECONDS, Beat, open_channel, receive, send
 from tests.helpers.launch import ROOT
 
