@@ -141,7 +141,7 @@ def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, lis
         not_checked = [
             f"the tensors and the data of {start.checkpoint_name}: the launch compares them with what is here"
         ]
-        return f"carries on from {folder}/{start.checkpoint_name}{_describe_end(config, start)}", not_checked
+        return f"carries on from {start.checkpoint_url}{_describe_end(config, start)}", not_checked
 
     if load_path_is_missing:
         return beginning, [f"load_path: {load_path}, and whether it fits this configuration"]

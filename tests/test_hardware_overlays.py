@@ -169,6 +169,8 @@ def test_a_long_grace_is_questioned():
         "command line: preemption_grace_seconds: 60 is for srun alone; `composer` and `torchrun` kill after 30 s "
         "(25 or less leaves them time)"
     ]
+    with_alerts = load_train_config([run, "preemption_grace_seconds=21", "alerts.command=[page-me]"], {})
+    assert with_alerts.notes[0].endswith("after 30 s (20 or less leaves them time for the last alert)")
     for srun in ({"WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "8"}, {"SLURM_STEP_NUM_TASKS": "1"}):
         assert load_train_config([run, "preemption_grace_seconds=60"], srun).notes == []
     composer = {"WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1"}

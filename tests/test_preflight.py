@@ -245,7 +245,9 @@ def test_a_dry_run_refuses_what_the_launch_would(tmp_path, data, monkeypatch):
     manifest = SimpleNamespace(config=as_dict(config), scalars={"timestamp": {}}, optimizer={}, fingerprints={})
     manifest.run_name = config.run_name
     manifest.timestamp = Timestamp(batch=2, sample=16, token=512)
-    monkeypatch.setattr(starting, "newest_of", lambda candidates: SimpleNamespace(name="ba2", manifest=manifest))
+    folder = SimpleNamespace(url="runs/tiny/checkpoints/ba2")
+    newest = SimpleNamespace(name="ba2", manifest=manifest, folder=folder)
+    monkeypatch.setattr(starting, "newest_of", lambda candidates: newest)
 
     def describe(config, **options):
         said = dry_run.describe_launch(config, Layout(), found, **options)

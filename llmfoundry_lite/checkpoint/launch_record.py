@@ -4,7 +4,8 @@ A launch writes its record when it begins, after each save, and when it ends. Ea
 by the epoch of its lease, so that no launch can replace the record of another one, however late it writes. The highest
 epoch is the newest launch's. The content is a JSON object of plain facts, which the caller chooses.
 
-`RecordWriter` writes in a background thread, so that neither training nor the end of a launch waits for a bucket.
+`RecordWriter` writes in a background thread, so that training does not wait for a bucket, and the end of a launch only
+as long as its caller says.
 
 A launch that ends before it trains has no lease, and so no epoch. `record_early_end` writes its record as EARLY_END. It
 is outside of what the lease protects: readers of checkpoints never look at it, and there is one such file for each run.

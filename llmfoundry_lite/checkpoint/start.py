@@ -59,7 +59,9 @@ class Start(NamedTuple):
     fingerprints: dict[str, str] = {}  # noqa: RUF012 - read only
     """This launch's fingerprints, such as the tokenizer's."""
     checkpoint_name: str = ""
-    """The newest readable checkpoint in the run's own folder. Empty if there is none."""
+    """The newest readable checkpoint in the run's own folder, or in its second place. Empty if there is none."""
+    checkpoint_url: str = ""
+    """Path or URL of that checkpoint."""
     training_done: dict[str, int] = {}  # noqa: RUF012 - read only
     """Training done at that checkpoint, by unit, as `training_done_at` returns it."""
     dead_holder: str = ""
@@ -169,7 +171,9 @@ def _start_from_run_folder(
         return start  # the restore fails, and prints the reason for each checkpoint
     check_fit(config, fingerprints, newest.manifest)
     _refuse_changes_after_the_end(config, newest)
-    return start._replace(checkpoint_name=newest.name, training_done=training_done_at(newest))
+    return start._replace(
+        checkpoint_name=newest.name, checkpoint_url=newest.folder.url, training_done=training_done_at(newest)
+    )
 
 
 def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manifest) -> None:

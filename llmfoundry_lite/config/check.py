@@ -34,6 +34,8 @@ COMPOSERS_SCHEDULES = ("constant_with_warmup", "cosine_with_warmup", "linear_dec
 TOKENIZER_OPTIONS = ("model_max_length", "pad_token", "padding_side", "use_fast")
 """LLM Foundry's options that are checked, or that change no token id."""
 
+ALERT_SECONDS = 5
+"""How long the end of a launch waits for its last alert, after `preemption_grace_seconds`."""
 MAX_GRACE_SECONDS = 25
 """`composer` (its launcher's CLEANUP_TIMEOUT) and torchrun give their ranks 30 seconds from the first signal."""
 
@@ -490,7 +492,7 @@ def find_surprises(config: TrainConfig, layers: Sequence[ConfigLayer], *, under_
         *_find_evaluations_elsewhere(config),
     ]
     if not under_srun:
-        surprises += _find_long_grace(config.preemption_grace_seconds)
+        surprises += _find_long_grace(config)
     warnings = [f"{source_of(key, layers)}: {key}{text}" for key, text in surprises]
 
     warnings += note_unused_keys(config, layers)
@@ -614,11 +616,17 @@ def _find_needs_of_fsdp(config: TrainConfig) -> Iterator[Surprise]:
             yield "fsdp_config.plain_on_one_device", f" has no effect: {setting} needs FSDP2 on one device too"
 
 
-def _find_long_grace(grace_seconds: float) -> Iterator[Surprise]:
+def _find_long_grace(config: TrainConfig) -> Iterator[Surprise]:
     """Yield a preemption_grace_seconds that is longer than launchers wait before they kill their ranks."""
-    if grace_seconds > MAX_GRACE_SECONDS:
+    grace_seconds = config.preemption_grace_seconds
+    max_seconds = MAX_GRACE_SECONDS
+    reason = "leaves them time"
+    if config.alerts is not None:
+        max_seconds -= ALERT_SECONDS
+        reason += " for the last alert"
+    if grace_seconds > max_seconds:
         yield (
             "preemption_grace_seconds",
-            f": {grace_seconds:g} is for srun alone; `composer` and `torchrun` kill after 30 s ({MAX_GRACE_SECONDS} or "
-            "less leaves them time)",
+            f": {grace_seconds:g} is for srun alone; `composer` and `torchrun` kill after 30 s ({max_seconds} or less "
+            f"{reason})",
         )

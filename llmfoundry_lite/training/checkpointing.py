@@ -651,7 +651,7 @@ class Checkpointing(Callback):
         """
         self.second_place.holds_newest = place is not self.store
         self.durable_batch = self.begun_batch
-        self.preemption.note_saved(f"ba{self.begun_batch}")
+        self.preemption.note_saved(f"ba{self.begun_batch}{self.second_place.suffix}")
         self.after_save.finish(lease, place)
         if place is self.store and self.second_place.copy_back is not None:
             self.second_place.copy_back.wake()

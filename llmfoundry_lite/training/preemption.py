@@ -80,7 +80,7 @@ class Preemption:
     agreed_reason: int = 0
     """The reason that all ranks have agreed on; 0 if none."""
     saved: str | None = None
-    """On rank 0: name of the checkpoint that was published after the first reason to leave."""
+    """On rank 0: the checkpoint that was published after the first reason to leave: `ba8`, or `ba8 in /local`."""
     describe_saves: Callable[[], str] = lambda: "nothing was trained yet"
     """Returns which batches no save holds and which checkpoint remains, if the process ends now. Called from any
     thread."""
@@ -182,10 +182,10 @@ class Preemption:
             return describe_reason_to_leave(REASONS[SIGINT_REASON])
         return describe_reason_to_leave(agreed_reason)
 
-    def note_saved(self, name: str) -> None:
-        """Note, on rank 0 and from any thread, that the checkpoint `name` has been published."""
+    def note_saved(self, checkpoint: str) -> None:
+        """Note, on rank 0 and from any thread, that a checkpoint has been published. `checkpoint` is as in `saved`."""
         if self.reason:
-            self.saved = name
+            self.saved = checkpoint
 
     def stop_polling_store(self) -> None:
         """Stop asking torch's store, because the process is about to end. Waits two seconds at most.

@@ -31,8 +31,8 @@ NOT_RENEWED = "the lease there cannot be renewed"
 def describe_missing_save(config: TrainConfig, start: Start) -> str:
     """Return a line if the run folder says that a newer save is in a second place where this launch does not find it.
 
-    That is so if the place is a disk of another machine. Empty if the newest save was found, or if the run folder does
-    not know of such a save.
+    That is so if the place is a disk of another machine. Returns an empty text if the newest save was found, or if the
+    run folder does not know of such a save.
     """
     status = read_status(Path(config.run_folder)) or {}
     place = status.get(SAVED_IN)
@@ -42,7 +42,11 @@ def describe_missing_save(config: TrainConfig, start: Start) -> str:
     is_save = COMMITTED.fullmatch(name) is not None
     if not is_save or batch_of(name) <= start.training_done.get("ba", 0):
         return ""
-    beginning = f"from {start.checkpoint_name}" if start.checkpoint_name else "at batch 1"
+    beginning = "at batch 1"
+    if start.checkpoint_name:
+        beginning = f"from {start.checkpoint_name}"
+    elif start.url is not None:
+        beginning = f"from load_path, {start.url}"
     return (
         f"warning: the last launch saved {name} in {place}, which is not found on this machine, so this one begins "
         f"{beginning}; `llmfoundry-lite checkpoint copy`, on a machine that has it, brings it to save_folder"

@@ -292,6 +292,9 @@ def test_a_launch_says_where_the_newest_save_is_and_why(tmp_path, monkeypatch):
     told = describe_saves(parts)
     assert (told["last_saved"], told["last_saved_in"], told["failed_saves"]) == ("ba9", f"{tmp_path}/second", 0)
     assert told["save_error"] == "saves: away"
+    parts.preemption.reason, parts.begun_batch = 1, 9
+    parts._after_publish(Lease(1, {}), parts.store.second)
+    assert parts.preemption.saved == f"ba9 in {tmp_path}/second"  # for the line of a launch that leaves late
 
     # The next launch, on a machine that does not have this place.
     (tmp_path / "run").mkdir(exist_ok=True)
@@ -299,6 +302,8 @@ def test_a_launch_says_where_the_newest_save_is_and_why(tmp_path, monkeypatch):
     note = describe_missing_save(parts.config, Start(checkpoint_name="ba4", training_done={"ba": 4}))
     assert f"the last launch saved ba9 in {tmp_path}/second, which is not found" in note and "begins from ba4" in note
     assert describe_missing_save(parts.config, Start(checkpoint_name="ba9", training_done={"ba": 9})) == ""
+    assert "begins at batch 1;" in describe_missing_save(parts.config, Start())
+    assert "begins from load_path, s3://b/ba4;" in describe_missing_save(parts.config, Start(url="s3://b/ba4"))
 
 
 def test_a_failed_save_is_made_again_before_the_next_interval(tmp_path, monkeypatch):
