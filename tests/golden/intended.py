@@ -12,7 +12,7 @@ INTENDED: dict[str, str] = {
     "eval/compare": _SEQUENTIAL,
     "eval/compare/compare.*": _SEQUENTIAL,
     "commands/dry-run/*": "overlays of NVIDIA's devices compile; LLM Foundry's callbacks are keys",
-    "commands/config.yaml": "LLM Foundry's callbacks and names of metrics, alerts, console_format, ports and stragglers are keys",
+    "commands/config.yaml": "LLM Foundry's callbacks and names, alerts, console_format, ports and stragglers are keys",
     "commands/rehearse": "the overlay compiles",
     "commands/plan/*": "a dimension has one name; days are said to be of steps, saves and failures",
     "commands/init/*": "intervals, the launch and the log follow the length of the run; comments are rewritten",
