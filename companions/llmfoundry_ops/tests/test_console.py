@@ -159,7 +159,7 @@ import os, subprocess, sys, warnings
 from llmfoundry_ops.console import use_json
 finish = use_json({"run": "mpt"})
 print("from Python")
-os.write(1, b"[W1130 from C++\\nwithout an end")
+os.write(1, b"[W1130 from C++\\nand another line\\n")
 subprocess.run(["sh", "-c", "echo from a child >&2"])
 sys.stdout.buffer.write(b"bytes\\n")
 warnings.warn("from a module")
@@ -177,7 +177,7 @@ def test_lines_of_libraries_and_children_are_json_too(end):
     lines = [json.loads(line) for line in (result.stdout + result.stderr).splitlines()]
     assert {line["run"] for line in lines} == {"mpt"}
     assert sorted(texts(map(json.loads, result.stdout.splitlines()))) == [
-        *("[W1130 from C++", "from Python", "the rest", "without an endbytes")
+        *("[W1130 from C++", "and another line", "bytes", "from Python", "the rest")
     ]
     errors = texts(map(json.loads, result.stderr.splitlines()))
     assert "from a child" in errors and any("UserWarning: from a module" in text for text in errors)
