@@ -36,6 +36,7 @@ BENCHMARKS = {
     "frontier": ("papers.frontier", "Frontier's runs, predicted, beside what was published."),
     "published": ("papers.published", "The planner beside published throughput: hits and misses."),
     "start": ("start", "Seconds from the command to the first batch."),
+    "watched": ("watched", "A step with alerts, metrics and a second place, beside one without."),
     "eval": ("eval.eval", "Evaluation in context beside lm-evaluation-harness."),
     "eval-parity": ("eval.parity", "The same answers as lm-evaluation-harness, item by item."),
     "eval-prompts": ("eval.prompts", "Prompts of CORE and MMLU beside other programs', as text."),
