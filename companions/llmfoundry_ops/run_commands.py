@@ -132,7 +132,7 @@ def verify_and_tell(run: str, checkpoint: "Checkpoint") -> None:
 
     A large checkpoint has a bar at a terminal. Raises CheckpointError if it is not intact.
     """
-    from llmfoundry_lite.cli.checkpoint import verify_with_progress
+    from llmfoundry_lite.cli.checkpoint_output import verify_with_progress
     from llmfoundry_ops.space import format_size
 
     size = format_size(checkpoint.manifest.num_bytes)

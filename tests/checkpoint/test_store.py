@@ -29,7 +29,7 @@ from llmfoundry_lite.checkpoint.retention import prune
 from llmfoundry_lite.checkpoint.run_log import write_log
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, check_structure, verify_checkpoint
-from llmfoundry_lite.cli.checkpoint import describe_row
+from llmfoundry_lite.cli.checkpoint_output import describe_row
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,

@@ -158,7 +158,7 @@ def test_a_checkpoint_that_is_removed_while_a_folder_is_verified_is_not_damaged(
 
 
 def test_verify_shows_how_far_it_is_on_a_terminal(folder, capsys, monkeypatch):
-    monkeypatch.setattr("llmfoundry_lite.cli.checkpoint.PROGRESS_BYTES", 1)
+    monkeypatch.setattr("llmfoundry_lite.cli.checkpoint_output.PROGRESS_BYTES", 1)
     monkeypatch.setenv("FORCE_COLOR", "1")
     code, out, err = run(capsys, "verify", folder)
     assert code == 0 and out.count("\n") == 3
