@@ -269,9 +269,9 @@ def replace_numbers() -> None:
         real_count(self, batch, token_type)
         return batch["input_ids"].numel()
 
-    def agree(self: Agreement, counted: Any, *args: Any) -> int:
+    def agree(self: Agreement, counted: Any, *args: Any, **options: Any) -> int:
         """Add up counts as if each data rank had counted as much as this one."""
-        answer = real_agree(self, counted, *args)
+        answer = real_agree(self, counted, *args, **options)
         sums = {}
         for name in counted._fields:
             if name.startswith("num_"):
