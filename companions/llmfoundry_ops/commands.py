@@ -34,6 +34,7 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
     )
     from llmfoundry_lite.ranks.lean_imports import HEAVY
     from llmfoundry_lite.ranks.status import read_status
+    from llmfoundry_ops.faults import FaultRecord
     from llmfoundry_ops.launcher import Launcher, Program
 
     with observed(arguments, is_launcher=True) as merged:
@@ -55,6 +56,7 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
             progress=lambda: read_from_status("last_saved"),  # batches after the newest save are trained again
             begun=lambda: read_from_status("batch") or 0,
             retry_seconds=config.retry_for.seconds,
+            faults=FaultRecord(Path(config.run_folder)),
         )
         return launcher.run(arguments)
 

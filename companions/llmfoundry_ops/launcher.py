@@ -44,6 +44,7 @@ from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import rank_variables, rendezvous
 from llmfoundry_lite.ranks.status import SAVES_STAND
 from llmfoundry_ops.console import text_of
+from llmfoundry_ops.faults import FaultRecord
 from llmfoundry_ops.processes import Ending, is_running, start_module
 from llmfoundry_ops.rank_logs import Rotation, log_of, make_room_for_logs
 from llmfoundry_ops.server import BEAT_SECONDS, Beat, Left, Start, open_channel, receive, send
@@ -160,6 +161,8 @@ class Launcher:
     begun: Callable[[], Any] = lambda: None
     """Returns any value that changes once the program has begun its work."""
     retry_seconds: float = 0.0
+    faults: FaultRecord | None = None
+    """Records in the run folder why tries have failed."""
     _server: Server | None = None
     _world: "World | None" = None
     """The ranks of the current try."""
@@ -184,6 +187,8 @@ class Launcher:
         has_lost_batches = False
         try:
             while True:
+                if self.faults is not None:
+                    self.faults.begin_try()
                 outcome = self._try([*arguments, *resume_arguments], {**environment, **rendezvous()})
                 is_transient = outcome.code in CODES
 
@@ -201,10 +206,13 @@ class Launcher:
                 # Decide whether there is another try.
                 may_pass = is_transient or outcome.code == EXIT_FAILURE
                 if not may_pass or self._ending.num_asked:
+                    if may_pass:
+                        self._note_fault(outcome, restarts=False)
                     if outcome.was_killed:
                         say(f"{outcome.fault}; {SAVES_STAND}", "ended")
                     return exit_code
                 pause = restarts.pause(is_transient, progress, time.monotonic())
+                self._note_fault(outcome, restarts=pause is not None)
                 if pause is None:
                     say(self._reason_to_give_up(outcome, is_transient), "ended", "error")
                     return exit_code
@@ -243,6 +251,16 @@ class Launcher:
         if self._ending.num_asked and not self._world.processes:
             say("asked to leave before the ranks had begun; run the same command again")
         return outcome
+
+    def _note_fault(self, outcome: "Outcome", *, restarts: bool) -> None:
+        """Record how a try has failed, for readers of the run folder. `restarts` says whether there is another."""
+        if self.faults is None:
+            return
+        fault = outcome.fault
+        has_left_by_itself = "left with exit code" in fault
+        if outcome.rank and has_left_by_itself:
+            fault += f"; {log_of(self.logs, outcome.rank)} has its output"
+        self.faults.note(fault, restarts=restarts)
 
     def _stop_server(self) -> None:
         """Kill the server, if there is one. It has no ranks any more, and nothing to lose."""

@@ -25,7 +25,7 @@ from llmfoundry_lite.config.callbacks_schema import AlertsConfig
 from llmfoundry_lite.errors import DataError, printable, remember_secret
 from llmfoundry_lite.ranks.identity import is_alive
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
-from llmfoundry_lite.ranks.status import LAUNCHES, TRY_AGAIN, is_running, read_status
+from llmfoundry_lite.ranks.status import LAUNCHES, SAVES_STAND, TRY_AGAIN, is_running, read_status
 from llmfoundry_lite.report.log import LOSS
 from llmfoundry_ops.alerts import (
     RANKS_RECOVERED,
@@ -36,6 +36,7 @@ from llmfoundry_ops.alerts import (
     LossSpikes,
     Messages,
 )
+from llmfoundry_ops.faults import LAUNCHER, RESTARTS, was_killed_by_system
 from llmfoundry_ops.rank_times import MAX_RANKS, RankTime, RankTimes, read_rank_times, read_slow_ranks
 from llmfoundry_ops.receivers import COMMAND_SECONDS, Receiver, notify, post, run_command
 from llmfoundry_ops.runs import LiveRun
@@ -61,6 +62,8 @@ END_EVENTS = {"done": "ended", "stopped": "ended", "preempted": "preempted"}
 """Status with which a launch has ended -> the event; `failed` for any other."""
 NO_STEP = "nothing: a launch has carried on"
 KILLED_STEP = "run the same command again; if it is killed again, ask the kernel's log (dmesg) whether memory ran out"
+KILLED_RANK_STEP = "nothing, unless it happens again; then ask the kernel's log (dmesg) whether memory ran out"
+LAUNCHER_GONE = f"the launcher of the ranks is gone without a word, killed or aborted; {SAVES_STAND}"
 GONE = "the launch ended before it began to train, and recorded no reason; its output says why"
 OVERTAKEN = "its process is gone, and another launch trains the run by now"
 
@@ -129,7 +132,13 @@ class LaunchObserver:
         self._process: dict[str, Any] | None = None
         """The process of rank 0, as status.json describes it."""
         self._last_reason: str | None = None
-        """Why ranks ended that the launcher has started again."""
+        """Why ranks ended that the launcher has started again, as rank 0 has recorded it."""
+        self._launch_process: dict[str, Any] = description.get("process") or {}
+        """The process that has started this one: rank 0, or the launcher of `train -n`."""
+        self._launcher_reason: str | None = None
+        """Why ranks ended, as the launcher has recorded it; None if rank 0 knew that itself."""
+        self._restarts: bool | None = None
+        """Whether the launcher starts ranks again that have failed; None while that is not decided."""
 
         # Progress.
         self._batch = 0
@@ -149,7 +158,25 @@ class LaunchObserver:
         """The present state of the run, as metrics have it."""
         if self._last_line is None or self.run is None:
             return "waiting"
-        return self.run.status["status"]
+        status = self.run.status["status"]
+        if self._is_restarting(status):
+            return "restarting"
+        return status
+
+    def _is_restarting(self, status: str) -> bool:
+        """Return whether ranks have ended with a status, and the launcher starts them again, or may still do so."""
+        if not self._has_launcher:
+            return False
+        if status == "failed":
+            return self._restarts is not False
+        return status == "preempted" and self._restarts is True
+
+    @property
+    def _has_launcher(self) -> bool:
+        """Whether the ranks have a launcher that starts them again: rank 0 is not the process of the launch."""
+        if self._process is None or not self._launch_process:
+            return False
+        return self._process.get("pid") != self._launch_process.get("pid")
 
     @property
     def status(self) -> dict[str, Any]:
@@ -222,23 +249,35 @@ class LaunchObserver:
         if line is None and reason_to_leave:
             self._tell("preempted", reason_to_leave)
         elif line is None:
-            self._tell("failed", GONE)
+            self._tell("failed", self._launcher_reason or GONE, next_step=self._step_if_killed)
         elif line["status"] != "running":
-            self._tell_end({**line, TRY_AGAIN: status.get(TRY_AGAIN)})
+            reason = self._launcher_reason or line.get("reason")
+            end = {**line, "reason": reason, TRY_AGAIN: status.get(TRY_AGAIN)}
+            self._tell_end(end, next_step=self._step_if_killed)
         elif status.get("status") == "running" and is_running(status) and status.get("process") != self._process:
             self._tell("failed", OVERTAKEN)
+        elif was_killed and self._has_launcher and status.get("status") == "failed":
+            self._tell_end({**status, "reason": LAUNCHER_GONE}, next_step=KILLED_STEP)
         else:
             self._tell_end(status, next_step=KILLED_STEP)  # it has written no end, and `read_status` says why
+
+    @property
+    def _step_if_killed(self) -> str | None:
+        """What to do if the last end of ranks was that one was killed by the system; None if it was not."""
+        return KILLED_STEP if was_killed_by_system(self._launcher_reason) else None
 
     def _follow_launches(self, reason_before: str | None) -> None:
         """Read the beginnings and ends of this launch. `reason_before` is the status' reason at the look before."""
         for line in self._read_new_launch_lines():
+            if LAUNCHER in line:
+                self._follow_launcher(line)
+                continue
             if line["status"] == "running":
                 if self._num_begun == 0:
                     self._first_batch = line["batch"]
                     self._tell_launch_before()
                 else:
-                    self._tell("restarted", self._last_reason or reason_before)
+                    self._tell_restart(reason_before)
                 self._num_begun += 1
                 self.rank_times = None  # another launch may have other nodes
                 self.slow_ranks = {}
@@ -246,13 +285,29 @@ class LaunchObserver:
                 self._batch_changed_at = self._clock()
             else:
                 self._last_reason = line.get("reason")
+                self._launcher_reason = None  # the launcher's line comes after rank 0's
             self._last_line = line
         process = self.run.status.get("process") if self.run is not None else None
         if self._last_line is not None and process is not None:
             self._process = process
 
+    def _follow_launcher(self, line: dict[str, Any]) -> None:
+        """Take a line of the launcher: why a try has failed, and whether there is another."""
+        reason = line[LAUNCHER]
+        if isinstance(reason, str) and reason:
+            self._launcher_reason = reason
+        self._restarts = line.get(RESTARTS) is True
+
+    def _tell_restart(self, reason_before: str | None) -> None:
+        """Tell that ranks have begun again. `reason_before` is the status' reason at the look before."""
+        next_step = KILLED_RANK_STEP if self._step_if_killed else None
+        self._tell("restarted", self._launcher_reason or self._last_reason or reason_before, next_step=next_step)
+        self._launcher_reason = None
+        self._last_reason = None
+        self._restarts = None
+
     def _read_new_launch_lines(self) -> list[dict[str, Any]]:
-        """Return the lines of launches.jsonl since the last look."""
+        """Return the lines of launches.jsonl since the last look: beginnings and ends, and lines of the launcher."""
         lines = []
         with contextlib.suppress(OSError):
             path = self.folder / LAUNCHES
@@ -262,7 +317,7 @@ class LaunchObserver:
                 self._num_launch_bytes += len(line)
                 with contextlib.suppress(ValueError):
                     content = parse_json(line)
-                    if isinstance(content, dict) and {"status", "batch"} <= content.keys():
+                    if isinstance(content, dict) and ({"status", "batch"} <= content.keys() or LAUNCHER in content):
                         lines.append(content)
         return lines
 
@@ -393,7 +448,7 @@ class LaunchObserver:
             if self._num_begun == 0:
                 reason += ", and the launch has not begun to train"
             elif self._last_line is not None and self._last_line["status"] != "running":
-                reason += f"; its last try ended: {self._last_reason}"
+                reason += f"; its last try ended: {self._launcher_reason or self._last_reason}"
             self._tell("no_progress", reason)
 
     def _tell_end(self, status: dict[str, Any], *, next_step: str | None = None) -> None:

@@ -15,8 +15,9 @@ from prometheus_client.registry import Collector
 from llmfoundry_lite.checkpoint.run_log import Record, number_of
 from llmfoundry_ops.rank_times import RankTimes
 
-STATES = ("waiting", "running", "done", "stopped", "preempted", "failed", "unknown")
-"""States of a run. waiting: a launch has been started, and has not begun to train."""
+STATES = ("waiting", "running", "restarting", "done", "stopped", "preempted", "failed", "unknown")
+"""States of a run. waiting: a launch has been started, and has not begun to train. restarting: the launcher starts
+ranks again that have failed, or has not decided yet."""
 
 
 @dataclass(frozen=True, slots=True)

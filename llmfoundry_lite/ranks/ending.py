@@ -67,6 +67,8 @@ class AnotherFailedError(BaseException):
 EXIT_RETRY, EXIT_RETRY_LOST = 74, 71
 """From a rank to our launcher alone: a fault that may pass. The launch ends with 75, or with 1 where batches are lost
 (`UserError.has_lost`), when the launcher has tried again for long enough."""
+LOST_CONTACT = "lost contact with another rank"
+"""Beginning of the error of a rank that knows no more than that another one is gone."""
 ECHO_SECONDS = 2.0
 """One Ctrl-C reaches a rank up to three times: from the terminal, from the launcher, and as the launcher's SIGTERM.
 SIGINTs within this time of the first are such echoes."""
@@ -285,7 +287,7 @@ def describe_error(error: BaseException) -> str:
     if is_lost_peer(error):
         first_line = printable(str(error).splitlines()[0])
         return (
-            "error: lost contact with another rank, which has died or lost its network; "
+            f"error: {LOST_CONTACT}, which has died or lost its network; "
             f"its own output has the reason: {describe_output_location()} ({first_line})"
         )
     return printable("".join(traceback.format_exception(error)).rstrip(), keep="\n\t")

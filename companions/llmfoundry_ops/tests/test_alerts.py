@@ -9,9 +9,11 @@ import pytest
 
 from llmfoundry_lite.config.callbacks_schema import EVENTS, AlertsConfig
 from llmfoundry_lite.config.fields import as_yaml
+from llmfoundry_lite.ranks.ending import LOST_CONTACT
 from llmfoundry_lite.ranks.identity import describe_process
 from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, read_status, write_ended_early, write_status
 from llmfoundry_ops.alerts import ALERTS, IN_A_ROW, WINDOW, LossSpikes
+from llmfoundry_ops.faults import FaultRecord
 from llmfoundry_ops.observer_process import TOLD_LATE, LaunchObserver
 from llmfoundry_ops.rank_times import MAX_RANKS, read_rank_times, read_slow_ranks
 
@@ -242,6 +244,62 @@ def test_ranks_that_the_launcher_starts_again_are_a_restart_not_an_end(folder):
     launch.write("running", 1)
     assert launch.look() == ["began", "restarted"]
     assert launch.told[-1].reason == "CUDA error"
+
+
+def test_the_launcher_knows_why_a_rank_had_to_start_again(folder):
+    launch = Launch(folder)
+    launch.observer._launch_process = {"pid": 1}
+    faults = FaultRecord(folder)
+    faults.begin_try()
+    launch.train(1, 2)
+    launch.look()
+    assert launch.observer.state == "running"
+    launch.die()
+    launch.look()
+    assert launch.observer.state == "restarting"
+    faults.note("rank 1 was killed by SIGKILL", restarts=True)
+    launch.write("running", 1)
+    assert launch.look() == ["began", "restarted"]
+    assert launch.told[-1].reason == "rank 1 was killed by SIGKILL"
+    assert "dmesg" in launch.told[-1].next
+
+    # Rank 0 says itself why it fails the next time.
+    faults.begin_try()
+    launch.write("failed", 2, "CUDA error")
+    faults.note("rank 0 left with exit code 1", restarts=True)
+    launch.write("running", 1)
+    launch.look()
+    assert (launch.told[-1].reason, "dmesg" in launch.told[-1].next) == ("CUDA error", False)
+
+    # A reason of the launcher that no restart has told does not stay.
+    faults.begin_try()
+    launch.die()
+    faults.note("rank 1 is frozen", restarts=True)
+    launch.write("failed", 2, "disk full")
+    launch.look()
+    launch.write("running", 1)
+    launch.look()
+    assert launch.told[-1].reason == "disk full"
+
+    # The last time, it has only lost contact.
+    faults.begin_try()
+    launch.write("running", 1)
+    launch.write("failed", 2, f"{LOST_CONTACT}, which has died")
+    faults.note("rank 1 was killed by SIGKILL", restarts=False)
+    launch.look()
+    assert launch.observer.state == "failed"
+    alert = launch.end()
+    assert (alert.event, alert.reason) == ("failed", "rank 1 was killed by SIGKILL") and "dmesg" in alert.next
+    assert (read_status(folder) or {})["reason"] == "rank 1 was killed by SIGKILL"
+
+
+def test_a_launcher_that_is_killed_is_named(folder):
+    launch = Launch(folder)
+    launch.observer._launch_process = {"pid": 1}
+    launch.train(1)
+    launch.look()
+    launch.die()
+    assert "the launcher of the ranks is gone" in str(launch.end().reason)
 
 
 def test_the_end_of_a_launch_whose_observer_died_is_told_by_the_next(folder):

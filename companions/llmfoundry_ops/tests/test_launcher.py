@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -391,6 +392,24 @@ def test_a_run_that_met_a_fault_is_carried_on_if_it_had_begun(tmp_path, monkeypa
     )
     assert launcher.run(["a.yaml"]) == 0
     assert told == [["a.yaml"], ["a.yaml", *added]]
+
+
+def test_it_records_why_each_try_has_failed_and_whether_there_is_another(tmp_path, monkeypatch):
+    killed = "rank 1 was killed by SIGKILL"
+    outcomes = [Outcome(1, killed, 1), Outcome(1, "rank 1 left with exit code 3", 1), Outcome(2, "rank 0 is wrong", 0)]
+    noted = []
+    faults = SimpleNamespace(
+        begin_try=lambda: noted.append("try"), note=lambda fault, restarts: noted.append((fault, restarts))
+    )
+    monkeypatch.setattr(module, "PAUSE_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(Launcher, "_try", lambda *arguments: outcomes.pop(0))
+    monkeypatch.setattr("llmfoundry_ops.processes.handle_leaving_signals", lambda handler: None)
+    launcher = Launcher(Program("json", "json"), 2, 1, tmp_path, faults=cast(Any, faults))
+    assert launcher.run([]) == 1
+    left = f"rank 1 left with exit code 3; {tmp_path}/rank1.txt has its output"
+    assert noted == ["try", (killed, True), "try", (left, False)]
+    assert launcher.run([]) == 2
+    assert noted[4:] == ["try"]
 
 
 @pytest.mark.parametrize(("left_with", "expected"), [(74, 75), (71, 1)])
