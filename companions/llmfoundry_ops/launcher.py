@@ -70,7 +70,7 @@ The most important code comes first: the launch's exit code is the first of thes
 comes before a preemption, because every further try would meet it again."""
 SILENCE_SECONDS = 10.0
 """Time without a heartbeat and without CPU time after which a rank is frozen."""
-LOOK_SECONDS = 0.5
+CHECK_SECONDS = 0.5
 """Longest time between two checks for frozen ranks."""
 
 
@@ -365,8 +365,8 @@ class World:
     """Monotonic time at which the remaining ranks are killed."""
     _rotation: Rotation | None = None
     """Keeps the logs of the ranks small, once they are started."""
-    _looked_at: float = field(default_factory=lambda: time.monotonic())
-    """Monotonic time of the last look for frozen ranks."""
+    _checked_at: float = field(default_factory=lambda: time.monotonic())
+    """Monotonic time of the last check for frozen ranks."""
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], logs: Path) -> None:
         """Ask the server to start the ranks.
@@ -377,9 +377,9 @@ class World:
         self._rotation = Rotation(logs, self.num_ranks)
         for rank in range(self.num_ranks):
             rank_environment = {**environment, **rank_variables(rank, self.num_ranks)}
-            output = str(log_of(logs, rank)) if rank else None
+            log = str(log_of(logs, rank)) if rank else None
             try:
-                send(self.channel, Start(rank, list(arguments), rank_environment, output))
+                send(self.channel, Start(rank, list(arguments), rank_environment, log))
             except ConnectionError:
                 return  # `wait` finds that the server is gone
             except OSError as error:
@@ -404,9 +404,9 @@ class World:
         """Wait until every rank has ended. Kills ranks that are frozen, or that stay too long after another's end."""
         while not self._has_ended():
             self._receive_message()
-            self._look_for_frozen()
+            self._find_frozen()
             if self._rotation is not None:
-                self._rotation.look()
+                self._rotation.rotate_large_logs()
             if time.monotonic() >= self._kill_at:
                 self.signal(signal.SIGKILL)
 
@@ -434,11 +434,11 @@ class World:
         return [process for process in self.processes.values() if process.code is None]
 
     def _receive_message(self) -> None:
-        """Wait for one message, at most LOOK_SECONDS, and update `processes` by it.
+        """Wait for one message, at most CHECK_SECONDS, and update `processes` by it.
 
         If the channel is closed instead, or the server has ended, sets `is_server_gone`.
         """
-        ready, _, _ = select.select([self.channel], [], [], LOOK_SECONDS)
+        ready, _, _ = select.select([self.channel], [], [], CHECK_SECONDS)
         message = receive(self.channel) if ready else None
         is_channel_closed = bool(ready) and message is None
         if isinstance(message, Beat):
@@ -471,16 +471,16 @@ class World:
         grace_seconds = GRACE_SECONDS[launch_code([left.code])]
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
 
-    def _look_for_frozen(self) -> None:
-        """Look for frozen ranks: those without a sign of life for SILENCE_SECONDS. Lets `wait` kill them at once.
+    def _find_frozen(self) -> None:
+        """Find frozen ranks: those without a sign of life for SILENCE_SECONDS. Lets `wait` kill them at once.
 
         Sets `_kill_at`. If a rank has ended and the server has not reported it, the server itself is frozen: then sets
         `is_server_gone`.
         """
         now = time.monotonic()
         # If this launcher was stopped itself, by Ctrl-Z until `fg`, it has not listened. So silence counts from now on.
-        was_stopped_itself = now - self._looked_at > SILENCE_SECONDS / 2
-        self._looked_at = now
+        was_stopped_itself = now - self._checked_at > SILENCE_SECONDS / 2
+        self._checked_at = now
         if was_stopped_itself:
             for process in self._running():
                 process.heard_at = now

@@ -18,18 +18,23 @@ MAX_LOG_BYTES = 64 << 20
 """Size of a log from which on it is rotated: about half a million lines."""
 KEPT_LOGS = 3
 """Number of older parts of each log that are kept."""
-LOOK_SECONDS = 10.0
-"""Time between two looks at the sizes."""
+ROTATION_SECONDS = 10.0
+"""Time between two checks of the sizes."""
 
 
 def make_room_for_logs(folder: Path) -> None:
     """Rename the logs of the launch before, whose ranks may still write them, and check that the folder can be written.
 
-    Raises ConfigError.
+    Logs of launches before that one are removed. Raises ConfigError.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("rank*[0-9].txt"):
+        logs = [*folder.glob("rank*[0-9].txt")]
+        # If the launch before has written no logs, those of the one before it are the newest.
+        if logs:
+            for path in folder.glob("rank*.before.txt"):
+                path.unlink(missing_ok=True)
+        for path in logs:
             os.replace(path, path.with_suffix(".before.txt"))
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -45,19 +50,19 @@ def log_of(logs: Path, rank: int) -> Path:
 
 
 class Rotation:
-    """Looks at the logs of a launch from time to time, and rotates those that are large."""
+    """Rotates the logs of a launch that are large, from time to time."""
 
     def __init__(self, logs: Path, num_ranks: int):
-        """Nothing is read before the first look, LOOK_SECONDS from now."""
+        """Set the first check to ROTATION_SECONDS from now. Nothing is read before."""
         self._paths = [log_of(logs, rank) for rank in range(1, num_ranks)]
-        self._next_look_at = time.monotonic() + LOOK_SECONDS
+        self._next_check_at = time.monotonic() + ROTATION_SECONDS
 
-    def look(self) -> None:
+    def rotate_large_logs(self) -> None:
         """Rotate the logs that are large, if it is time. A log that cannot be rotated goes on to grow."""
         now = time.monotonic()
-        if now < self._next_look_at:
+        if now < self._next_check_at:
             return
-        self._next_look_at = now + LOOK_SECONDS
+        self._next_check_at = now + ROTATION_SECONDS
         for path in self._paths:
             with suppress(OSError):
                 if path.stat().st_size >= MAX_LOG_BYTES:
@@ -69,26 +74,33 @@ def rotate(log: Path) -> None:
 
     It is not renamed, because a rank and its child processes hold it open. All of them append, so they go on at its
     beginning, and so does `tail -F`. What they write in the moment between the copy and the cut is lost. If the copy
-    fails, as on a full disk, nothing is cut. Raises OSError.
+    fails, as on a full disk, nothing is cut, but the oldest part may be gone. Raises OSError.
     """
-    # The oldest part is replaced first, so that its room is free for the copy.
+    copy = log.with_suffix(".part")
+    with open(log, "r+b", opener=open_no_link) as source:
+        # The oldest part is replaced first, so that its room is free for the copy. If an earlier copy has failed since,
+        # there is no newest part, and no further part is given up.
+        if _older(log, 1).exists():
+            _renumber(log)
+
+        try:
+            with open(copy, "wb", opener=open_no_link) as target:
+                shutil.copyfileobj(source, target)
+                target.flush()
+                # Little has been written meanwhile, so the moment until the cut is short.
+                shutil.copyfileobj(source, target)
+        except OSError:
+            copy.unlink(missing_ok=True)
+            raise
+        os.ftruncate(source.fileno(), 0)
+    os.replace(copy, _older(log, 1))
+
+
+def _renumber(log: Path) -> None:
+    """Give each older part of a log the next number. The last one is replaced."""
     for number in range(KEPT_LOGS, 1, -1):
         with suppress(FileNotFoundError):
             os.replace(_older(log, number - 1), _older(log, number))
-
-    copy = log.with_suffix(".part")
-    try:
-        with open(log, "r+b", opener=open_no_link) as source, open(copy, "wb", opener=open_no_link) as target:
-            shutil.copyfileobj(source, target)
-            target.flush()
-            # Little has been written meanwhile, so the moment until the cut is short.
-            shutil.copyfileobj(source, target)
-            target.flush()
-            os.ftruncate(source.fileno(), 0)
-        os.replace(copy, _older(log, 1))
-    except OSError:
-        copy.unlink(missing_ok=True)
-        raise
 
 
 def _older(log: Path, number: int) -> Path:

@@ -54,8 +54,8 @@ MAX_REST_SECONDS = 3600.0
 """Longest rest of a site that has left early again and again."""
 MAX_PAUSE_SECONDS = 300.0
 """Longest pause between two tries of a folder that cannot be read or written at the moment."""
-LOOK_SECONDS = 1.0
-"""Pause between two looks at a launch that has lost its launcher."""
+CHECK_SECONDS = 1.0
+"""Pause between two checks of a launch that has lost its launcher."""
 KILL_SECONDS = 90.0
 """Time for ranks that have lost their launcher to save and leave."""
 ANSWER_SECONDS = 60.0
@@ -398,7 +398,7 @@ class Runner:
                 processes.terminate(orphans)
             elif now >= kill_at:
                 processes.terminate(orphans, signal.SIGKILL)
-            self.ending.sleep(LOOK_SECONDS)
+            self.ending.sleep(CHECK_SECONDS)
 
     def _wait_for_remote(self, allocation: Allocation, has_asked: bool) -> None:
         """Wait for a launch on another machine to end, by its status.json.
@@ -446,7 +446,7 @@ class Runner:
                     say(f"{name} may be about to begin; waiting for {self.relay.silence.written} (silence)")
 
             # 3. Look at the status again.
-            self.ending.sleep(LOOK_SECONDS)
+            self.ending.sleep(CHECK_SECONDS)
             new_status = self._status(site)
             if new_status is not None and new_status != status:  # None: it cannot be read at the moment
                 status = new_status

@@ -52,7 +52,7 @@ def launch() -> int:
     if SILENCE_SECONDS:
         launcher.SILENCE_SECONDS = SILENCE_SECONDS
         launcher.BEAT_SECONDS = SILENCE_SECONDS / 10
-        launcher.LOOK_SECONDS = SILENCE_SECONDS / 20
+        launcher.CHECK_SECONDS = SILENCE_SECONDS / 20
     launcher.PAUSE_SECONDS = PAUSES_OF_TESTS
     # Ranks that leave after a signal have all the time that users' ranks have, however busy the machine is.
     for code in (launcher.EXIT_RETRY, launcher.EXIT_RETRY_LOST, launcher.EXIT_FAILURE):

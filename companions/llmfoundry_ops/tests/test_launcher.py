@@ -170,7 +170,7 @@ def test_a_rank_that_has_computed_before_is_found_frozen_after_one_silence(monke
     ranks._receive_message()
     while not ranks._fault and clock.now < 150:
         clock.now += 0.5
-        ranks._look_for_frozen()
+        ranks._find_frozen()
     assert clock.now == 100 + noticed_after + module.SILENCE_SECONDS
 
 
@@ -182,7 +182,7 @@ def test_after_the_launcher_itself_was_stopped_no_rank_is_frozen(monkeypatch):
     ranks = World(open_channel()[0], lambda: False, 1)
     ranks.processes[1] = module.Process(0, os.getpid(), clock.now)
     clock.now += 10 * module.SILENCE_SECONDS
-    ranks._look_for_frozen()
+    ranks._find_frozen()
     assert not ranks._fault
 
 

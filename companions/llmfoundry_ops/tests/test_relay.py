@@ -38,7 +38,7 @@ TRAINER = f"PYTHONPATH={PATHS} {sys.executable} -m llmfoundry_ops.tests.trainer 
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(relay_module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(relay_module, "CHECK_SECONDS", 0.05)
 
 
 def write(sites, policy: str | dict[str, Any] = "on_preemption", **more):
@@ -358,7 +358,7 @@ def test_ranks_that_outlive_their_launcher_are_asked_to_leave_before_the_next_si
 @pytest.mark.fault
 def test_what_does_not_leave_when_it_is_asked_is_killed_before_the_next_site_begins(monkeypatch):
     monkeypatch.setattr(relay_module, "KILL_SECONDS", 0.1)
-    monkeypatch.setattr(relay_module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(relay_module, "CHECK_SECONDS", 0.05)
     Path("deaf.sh").write_text("trap '' TERM; echo $$ > deaf; sleep 60; touch outlived\n")
     launch = "sh deaf.sh & while [ ! -s deaf ]; do sleep 0.05; done; exit 1;:"
     assert relay({"a": launch, "b": f"{TRAINER} 10"}) == 0
