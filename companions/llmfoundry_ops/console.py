@@ -6,7 +6,7 @@
 of `output.say` bring their facts. C++ libraries and child processes print to the file descriptors instead. These lead
 to a process of this module (`main`), which turns each line into an object, and outlives a rank that crashes.
 
-A line that is such an object already is passed on unchanged: rank 0 of `train -n` prints through its launcher.
+A line that is such an object of this run already stays one: rank 0 of `train -n` prints through its launcher.
 """
 
 import datetime
@@ -19,6 +19,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -37,8 +38,8 @@ READ_BYTES = 1 << 16
 """Bytes that are read from the pipe at once."""
 PAUSE_SECONDS = 1.0
 """Time after which an incomplete line, or a traceback without its last line, is printed as it is."""
-LAST_WORDS_SECONDS = 2.0
-"""How long the end of a launcher waits until lines of its ranks are printed."""
+FINISH_SECONDS = 2.0
+"""Time that the end of a process waits, at most, until the lines of its children are printed."""
 BEGINNING = '{"time": "'
 """First characters of each object."""
 FACTS_LEFT_OUT = "facts_left_out"
@@ -58,8 +59,8 @@ IS_WARNING = re.compile(rf"{SPEAKER}(?:warning: |\[?W\d{{4}} )|.*\bWARN(?:ING)?\
 def use_json(labels: Mapping[str, Any]) -> Callable[[], None]:
     """Turn each line that this process and its children print from now on into a JSON object.
 
-    `labels` are facts that each object has, such as the run and the rank. Returns a function for a launcher to call at
-    its end: it waits until the lines of its children are printed, LAST_WORDS_SECONDS at most.
+    `labels` are facts that each object has, such as the run and the rank. Returns a function for a process to call at
+    its end: it waits until the lines of its children are printed, FINISH_SECONDS at most.
     """
     from llmfoundry_ops.processes import start_module
 
@@ -90,7 +91,7 @@ def use_json(labels: Mapping[str, Any]) -> Callable[[], None]:
         os.dup2(descriptors[1], 2)
         if process is not None:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(LAST_WORDS_SECONDS)
+                process.wait(FINISH_SECONDS)
 
     return finish
 
@@ -102,23 +103,30 @@ class JsonText(io.TextIOBase):
     encoding = "utf-8"  # type: ignore[assignment]
     errors = "replace"  # type: ignore[assignment]
 
-    def __init__(self, descriptor: int, stray_descriptor: int):
-        """Write objects to `descriptor`. Whoever writes to a descriptor itself is led to `stray_descriptor`."""
+    def __init__(self, descriptor: int, pipe_descriptor: int):
+        """Write objects to `descriptor`.
+
+        pipe_descriptor: descriptor of a pipe, for code that asks for a descriptor or a file for bytes.
+        """
+        self.name = f"<json on descriptor {descriptor}>"
         self._file = ObjectFile(descriptor)
-        self._stray_descriptor = stray_descriptor
+        self._pipe_descriptor = pipe_descriptor
         self._of_thread = threading.local()
         """Each thread has its own incomplete line, so that none needs a lock, which a fork could leave locked."""
 
     @property
     def buffer(self) -> io.FileIO:
         """Return a file for bytes. They become objects as the lines of C++ libraries do."""
-        return io.FileIO(self._stray_descriptor, "w", closefd=False)
+        return io.FileIO(self._pipe_descriptor, "w", closefd=False)
 
     def fileno(self) -> int:
-        return self._stray_descriptor
+        return self._pipe_descriptor
 
     def writable(self) -> bool:
         return True
+
+    def reconfigure(self, **options: Any) -> None:
+        """Accept the options of `io.TextIOWrapper.reconfigure`, and change nothing: objects are UTF-8, and whole."""
 
     def write(self, text: str, /) -> int:
         for message in self._messages.add(text):
@@ -126,7 +134,7 @@ class JsonText(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Write what is incomplete, such as `print(…, end="", flush=True)`."""
+        """Write the text that is incomplete, such as `print(…, end="", flush=True)`, but not a progress bar."""
         message = self._messages.take()
         if message:
             self._file.write(message)
@@ -145,49 +153,103 @@ class JsonText(io.TextIOBase):
 
 
 class Messages:
-    """Divides text into messages: the lines that are written at once, or a traceback, which is written line by line."""
+    """Divides text into messages: the lines that are written at once, or a traceback, which is written line by line.
+
+    A progress bar, which is drawn again after each carriage return, becomes one message: its last state.
+    """
 
     def __init__(self) -> None:
         self._line = ""
         """Text without a line end so far."""
+        self._progress = ""
+        """State of a progress bar that was flushed, with its carriage returns. It waits for the next state."""
         self._traceback = ""
         """Lines of a traceback whose last line has not come yet."""
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether text waits for what follows."""
+        """Whether there is text for `take` to return."""
         return bool(self._line or self._traceback)
 
     def add(self, text: str) -> list[str]:
-        """Add a text and return the messages that it completes: none, or one."""
+        """Add a text and return the messages that it completes: none, one, or a progress bar and one."""
+        messages = []
+        if self._progress and text:
+            messages = self._end_progress(text)
+
         self._line += text
         is_too_long = len(self._line) > MAX_MESSAGE_CHARACTERS
         if not self._line.endswith("\n") and not is_too_long:
-            return []
+            return messages
 
-        # A progress bar is drawn again after each carriage return. Its last state is the line.
-        lines = self._line.rstrip("\r\n").rpartition("\r")[2]
+        lines = _last_state(self._line)
         self._line = ""
         is_in_traceback = bool(self._traceback) or TRACEBACK in lines
         self._traceback = f"{self._traceback}\n{lines}" if self._traceback else lines
-        has_more = is_in_traceback and _is_within_traceback(lines.rpartition("\n")[2])
+        has_more = is_in_traceback and _is_within_traceback(lines)
         if has_more and len(self._traceback) <= MAX_MESSAGE_CHARACTERS:
-            return []
+            return messages
         message = self.take()
-        return [message] if message else []
+        return [*messages, message] if message else messages
 
     def take(self) -> str:
-        """Return the text that waits for what follows, which is then none."""
+        """Return the text that waits for its end, which is then none. A progress bar goes on to wait."""
+        if "\r" in self._line:
+            self._progress = self._line
+            self._line = ""
+        return self._take_text()
+
+    def take_all(self) -> str:
+        """Return the text that waits, also a progress bar, because no more will come."""
+        self._line = _last_state(self._progress + self._line)
+        self._progress = ""
+        return self._take_text()
+
+    def _end_progress(self, text: str) -> list[str]:
+        """Return the last state of a progress bar if `text` begins another line, and nothing if it draws the bar again.
+
+        Bars return to the beginning of the line either before they are drawn (tqdm), or after.
+        """
+        is_line_end = not text.strip("\r\n") and "\n" in text
+        is_drawn_again = self._progress.endswith("\r") or text.startswith("\r")
+        state = _last_state(self._progress)
+        self._progress = ""
+        if not state.strip() or (is_drawn_again and not is_line_end):
+            return []
+        return [state]
+
+    def _take_text(self) -> str:
+        """Return the lines of a traceback and the incomplete line."""
         parts = [part for part in (self._traceback, self._line) if part.strip()]
         self._line = ""
         self._traceback = ""
         return "\n".join(parts)
 
 
-def _is_within_traceback(line: str) -> bool:
-    """Return whether more lines of a traceback follow this one. The last one, the exception, is not indented."""
+def _last_state(text: str) -> str:
+    """Return the lines of a text as a terminal shows them: a carriage return begins its line again."""
+    lines = text.rstrip("\r\n").split("\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
+
+
+def _is_within_traceback(lines: str) -> bool:
+    """Return whether more lines of a traceback follow these, which were written at once.
+
+    The exception comes last and is not indented. Its further lines may be, as those of `Error(s) in loading state_dict
+    for Model:`. Python writes them together with the first.
+    """
+    _, header, following = lines.rpartition(TRACEBACK)
+    if not following.strip():
+        return True
+    was_written_at_once = bool(header)
+    return not was_written_at_once and all(map(_is_indented, following.split("\n")))
+
+
+def _is_indented(line: str) -> bool:
+    """Return whether a line of a traceback is not its exception."""
     content = re.sub(rf"^{SPEAKER}", "", line)
-    return not content.strip() or content.startswith((" ", "\t", TRACEBACK))
+    is_end_of_group = set(content.strip()) == {"+", "-"}  # the last line of an ExceptionGroup
+    return not is_end_of_group and (not content.strip() or content.startswith((" ", "\t")))
 
 
 class ObjectFile:
@@ -267,11 +329,33 @@ def level_of(text: str) -> str:
 
 def text_of(line: str) -> str:
     """Return the text of a line that may be an object of this module."""
-    with suppress(ValueError):
-        content = json.loads(line) if line.startswith(BEGINNING) else None
-        if isinstance(content, dict) and isinstance(content.get("text"), str):
-            return content["text"]
-    return line
+    content = _read_object(line)
+    return line if content is None else content["text"]
+
+
+def _read_object(line: str) -> dict[str, Any] | None:
+    """Return the keys and values of a line that is an object of this module; None for any other line."""
+    if not line.startswith(BEGINNING):
+        return None
+    with suppress(ValueError, RecursionError):
+        content = json.loads(line)
+        if isinstance(content.get("text"), str):
+            return content
+    return None
+
+
+def rebuild_object(line: str) -> bytes:
+    """Return the line of an object that another process of this run has built; empty for any other line.
+
+    Anybody may print such a line, so credentials in it are masked as in other lines.
+    """
+    content = _read_object(line)
+    if content is None or content.get("run") != output.labels.get("run"):
+        return b""
+    text = printable(content["text"], keep="\n\t").encode(errors="replace").decode()
+    masked = {_as_json_value(key): _as_json_value(value) for key, value in content.items()} | {"text": text}
+    rebuilt = _encode(masked) + b"\n"
+    return rebuilt if len(rebuilt) <= MAX_OBJECT_BYTES else b""
 
 
 def _as_json_value(value: Any) -> Any:
@@ -299,7 +383,11 @@ def main() -> None:
     """
     labels, output_pipe, error_pipe = sys.argv[1:]
     output.labels.update(json.loads(labels))
-    sources = {int(output_pipe): LineSource(1), int(error_pipe): LineSource(2)}
+    print_lines({int(output_pipe): LineSource(1), int(error_pipe): LineSource(2)})
+
+
+def print_lines(sources: dict[int, "LineSource"]) -> None:
+    """Print the lines that come through each pipe, until all of them are closed. `sources` is empty then."""
     while sources:
         is_waiting = any(source.is_incomplete for source in sources.values())
         ready, _, _ = select.select([*sources], [], [], PAUSE_SECONDS if is_waiting else None)
@@ -308,9 +396,11 @@ def main() -> None:
             if content:
                 sources[descriptor].add(content)
             else:
-                sources.pop(descriptor).print_rest()
-        if not ready:
-            for source in sources.values():
+                sources.pop(descriptor).end()
+
+        # Each pipe has its own pause, because the other one may never have any.
+        for source in sources.values():
+            if source.is_incomplete and time.monotonic() - source.read_at >= PAUSE_SECONDS:
                 source.print_rest()
 
 
@@ -323,6 +413,8 @@ class LineSource:
         self._messages = Messages()
         self._rest = b""
         """Bytes of a line that has no end yet."""
+        self.read_at = -math.inf
+        """Time of the monotonic clock when the last bytes came."""
 
     @property
     def is_incomplete(self) -> bool:
@@ -331,6 +423,7 @@ class LineSource:
 
     def add(self, content: bytes) -> None:
         """Print the lines that `content` completes."""
+        self.read_at = time.monotonic()
         *lines, self._rest = (self._rest + content).split(b"\n")
         for line in lines:
             self._print_line(line)
@@ -338,23 +431,37 @@ class LineSource:
             self.print_rest()
 
     def print_rest(self) -> None:
-        """Print text that waits for what follows."""
-        rest = self._rest
+        """Print text that waits for what follows, but not a progress bar."""
+        self._add_rest()
+        self._print(self._messages.take())
+
+    def end(self) -> None:
+        """Print all that waits, because no more will come."""
+        self._add_rest()
+        self._print(self._messages.take_all())
+
+    def _add_rest(self) -> None:
+        """Count a line without its end as text."""
+        text = self._rest.decode(errors="replace")
         self._rest = b""
-        self._print_line(rest)
-        message = self._messages.take()
-        if message:
-            self._file.write(message)
+        for message in self._messages.add(text):
+            self._print(message)
 
     def _print_line(self, line: bytes) -> None:
-        """Print an object of ours unchanged, and any other line as an object."""
+        """Print a line as an object, unless it is one."""
         text = line.decode(errors="replace")
-        is_object = text_of(text) is not text and len(line) < MAX_OBJECT_BYTES
-        messages = [self._messages.take()] if is_object else self._messages.add(text + "\n")
-        for message in filter(None, messages):
+        rebuilt = rebuild_object(text)
+        if rebuilt:
+            self._print(self._messages.take())
+            self._file.write_line(rebuilt)
+            return
+        for message in self._messages.add(text + "\n"):
+            self._print(message)
+
+    def _print(self, message: str) -> None:
+        """Print the object of a message, unless that is empty."""
+        if message:
             self._file.write(message)
-        if is_object:
-            self._file.write_line(line + b"\n")
 
 
 if __name__ == "__main__":

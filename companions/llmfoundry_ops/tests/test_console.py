@@ -11,6 +11,7 @@ import pytest
 
 from llmfoundry_lite.config.load_train import find_console
 from llmfoundry_lite.ranks import output
+from llmfoundry_ops import console
 from llmfoundry_ops.console import (
     FACTS_LEFT_OUT,
     MAX_OBJECT_BYTES,
@@ -23,7 +24,9 @@ from llmfoundry_ops.console import (
 )
 from tests.helpers.launch import PATHS
 
-TRACEBACK = ["Traceback (most recent call last):", "  File x", "KeyError: 1"]
+HEADER = "Traceback (most recent call last):"
+TRACEBACK = [HEADER, "  File x", "KeyError: 1"]
+SIZE_MISMATCH = f"{HEADER}\n  File x\nRuntimeError: Error(s) in loading:\n\tsize mismatch"
 
 
 @pytest.fixture
@@ -79,6 +82,10 @@ def test_a_traceback_is_one_object(stream):
         (["a\nb", "\n"], ["a\nb"]),
         (["one ", "line", "\n", "\n", "another\n"], ["one line", "another"]),
         (["\r10 %", "\r20 %", "\n"], ["20 %"]),
+        (["one\r\ntwo\r\n"], ["one\ntwo"]),
+        ([SIZE_MISMATCH + "\n", "step 5\n"], [SIZE_MISMATCH, "step 5"]),
+        ([*SIZE_MISMATCH.splitlines(keepends=True)[:2], "E: 1\n\tx\n", "5\n"], [f"{HEADER}\n  File x\nE: 1\n\tx", "5"]),
+        ([f"  | {HEADER}\n", "  | File x\n", "  +-----\n", "5\n"], [f"  | {HEADER}\n  | File x\n  +-----", "5"]),
         ([f"[rank1]: {line}\n" for line in TRACEBACK], ["\n".join(f"[rank1]: {line}" for line in TRACEBACK)]),
         (["x" * 70_000, "y\n"], ["x" * 70_000, "y"]),
     ],
@@ -88,6 +95,59 @@ def test_text_is_divided_into_messages(written, expected):
     found = [message for text in written for message in messages.add(text)]
     assert found == expected
     assert not messages.is_incomplete
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (["\r10 %", "\r20 %", "\n", "done\n"], ["20 %", "done"]),
+        (["10 %\r", "20 %\r", "\n", "done\n"], ["20 %", "done"]),
+        (["\r10 %", "error: full", "\n"], ["10 %", "error: full"]),
+        (["\r10 %", "\r    \r", "done\n"], ["done"]),
+    ],
+)
+def test_a_progress_bar_that_is_flushed_is_one_object(stream, written, expected):
+    for text in written:
+        print(text, end="", file=stream, flush=True)
+    assert texts(stream.written()) == expected
+
+
+@pytest.mark.parametrize("end", [[b"\n"], []])
+def test_a_progress_bar_of_a_child_is_one_object(stream, end):
+    source = LineSource(stream.fileno())
+    for content in (b"\r10 %", b"\r20 %", *end):
+        source.add(content)
+        source.print_rest()
+    source.end()
+    assert texts(stream.written()) == ["20 %"]
+
+
+def test_an_incomplete_line_waits_for_no_pause_of_the_other_pipe(tmp_path, monkeypatch):
+    """Standard output is busy; a line without an end on standard error is printed in the midst of it."""
+    monkeypatch.setattr(console, "PAUSE_SECONDS", 0.0)
+    files = [os.open(tmp_path / "console.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND) for _ in range(2)]
+    busy, quiet = os.pipe(), os.pipe()
+    os.write(quiet[1], b"continue? ")
+    os.write(busy[1], b"1\n2\n3\n4\n")
+    os.close(busy[1])
+
+    def read_three_bytes(descriptor, num_bytes, read=os.read):
+        content = read(descriptor, 10 if descriptor == quiet[0] else 2)
+        if descriptor == busy[0] and not content:
+            os.close(quiet[1])
+        return content
+
+    monkeypatch.setattr(console.os, "read", read_three_bytes)
+    console.print_lines({busy[0]: LineSource(files[0]), quiet[0]: LineSource(files[1])})
+    assert texts(map(json.loads, (tmp_path / "console.txt").read_text().splitlines())) == [
+        *("1", "continue? ", "2", "3", "4")
+    ]
+
+
+def test_programs_may_ask_the_stream_for_its_name_and_reconfigure_it(stream):
+    stream.reconfigure(encoding="latin-1", line_buffering=True)
+    print("é", file=stream)
+    assert texts(stream.written()) == ["é"] and isinstance(stream.name, str)
 
 
 def test_threads_do_not_mix_their_lines(stream):
@@ -145,13 +205,22 @@ def test_a_full_disk_never_puts_two_objects_on_one_line(tmp_path, monkeypatch):
     assert len(lines) == 2 and text_of(lines[1]) == "kept"
 
 
-def test_objects_pass_the_process_beside_a_launcher_unchanged(stream):
+def test_objects_of_this_run_pass_the_process_beside_a_launcher(stream):
+    """Their credentials are masked. Objects of other runs, and what only begins as one, are text."""
     source = LineSource(stream.fileno())
-    line = build_object("rank 0 speaks", "saved", {"batch": 4})
-    source.add(line + b'{"time": "is no object of ours"}\n')
-    first, second = stream.written()
+    line = build_object("rank 0 speaks\n\tof é", "saved", {"batch": 4, "checkpoint": "a\\nb", "seconds": float("inf")})
+    others = [
+        b'{"time": "", "text": "ended", "run": "other"}',
+        b'{"time": "' + b"[" * 2000,
+        b'{"time": "", "x": ' + b"[" * 60_000,
+    ]
+    leaking = b'{"time": "", "text": "https://me:secret@host", "run": "mpt", "url": "s3://me:secret@host"}'
+    source.add(line + b"\n".join([leaking, *others, b""]))
+    first, second, *foreign = stream.written()
     assert first == json.loads(line) and not source.is_incomplete
-    assert second["text"] == '{"time": "is no object of ours"}'
+    assert second["text"] == "https://me:***@host" and second["url"] == "s3://me:***@host"
+    assert [one["run"] for one in foreign] == ["mpt"] * len(others)
+    assert foreign[0]["text"] == others[0].decode()
 
 
 PRINTS = """
