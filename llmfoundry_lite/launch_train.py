@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
     leave_with_75_when_asked()
 
+import atexit
 import contextlib
 import os
 import sys
@@ -221,13 +222,15 @@ def observed(
 def use_json_console(run_name: str, *, is_launcher: bool) -> Callable[[], None]:
     """Let each line that this process prints from now on be a JSON object.
 
-    Returns a function to call at the end. A launcher then waits some seconds until the lines of its ranks are printed;
-    a rank does nothing, because its libraries may print until it exits.
+    Returns a function for a launcher to call at its end, which waits some seconds until the lines of its ranks are
+    printed. A rank waits when it exits, because its libraries may print until then.
     """
     use_json = companions.load("llmfoundry_ops.console:use_json", "console_format")
     if is_launcher:
         return use_json({"run": run_name})
-    use_json({"run": run_name, "rank": this_rank().rank})
+    finish_console = use_json({"run": run_name, "rank": this_rank().rank})
+    # Exit handlers run in the reverse order, so this one runs after those of torch, which is not imported yet.
+    atexit.register(finish_console)
     return lambda: None
 
 

@@ -84,6 +84,7 @@ def test_a_traceback_is_one_object(stream):
         (["\r10 %", "\r20 %", "\n"], ["20 %"]),
         (["one\r\ntwo\r\n"], ["one\ntwo"]),
         ([SIZE_MISMATCH + "\n", "step 5\n"], [SIZE_MISMATCH, "step 5"]),
+        ([f"{HEADER}\n  File x\n", "step 5\n"], [f"{HEADER}\n  File x", "step 5"]),
         ([*SIZE_MISMATCH.splitlines(keepends=True)[:2], "E: 1\n\tx\n", "5\n"], [f"{HEADER}\n  File x\nE: 1\n\tx", "5"]),
         ([f"  | {HEADER}\n", "  | File x\n", "  +-----\n", "5\n"], [f"  | {HEADER}\n  | File x\n  +-----", "5"]),
         ([f"[rank1]: {line}\n" for line in TRACEBACK], ["\n".join(f"[rank1]: {line}" for line in TRACEBACK)]),
@@ -251,6 +252,22 @@ def test_lines_of_libraries_and_children_are_json_too(end):
     errors = texts(map(json.loads, result.stderr.splitlines()))
     assert "from a child" in errors and any("UserWarning: from a module" in text for text in errors)
     assert any("Aborted" in text for text in errors) == (end == "os.abort()")
+
+
+def test_a_rank_that_ends_waits_until_the_lines_of_libraries_are_printed(tmp_path):
+    """If it is the first process of a container, the process beside it ends with it."""
+    program = """
+import atexit, os
+from llmfoundry_lite.launch_train import use_json_console
+use_json_console("mpt", is_launcher=False)
+atexit.register(os.write, 1, b"from an exit handler")
+"""
+    path = tmp_path / "console.txt"
+    with path.open("wb") as file:
+        subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PATHS}, stdout=file, check=True
+        )
+    assert json.loads(path.read_text())["text"] == "from an exit handler"
 
 
 def test_the_format_is_found_also_where_another_key_is_refused():
