@@ -10,6 +10,7 @@ yet, and returns the value that the key then has; with an empty value, it only r
 """
 
 import os
+import re
 import select
 import signal
 import sys
@@ -67,6 +68,8 @@ class AnotherFailedError(BaseException):
 EXIT_RETRY, EXIT_RETRY_LOST = 74, 71
 """From a rank to our launcher alone: a fault that may pass. The launch ends with 75, or with 1 where batches are lost
 (`UserError.has_lost`), when the launcher has tried again for long enough."""
+MAX_LOST_PEER_CHARACTERS = 80
+"""Characters of torch's error that are quoted where contact with another rank is lost."""
 LOST_CONTACT = "lost contact with another rank"
 """Beginning of the error of a rank that knows no more than that another one is gone."""
 ECHO_SECONDS = 2.0
@@ -286,6 +289,8 @@ def describe_error(error: BaseException) -> str:
         return f"error: {printable(str(error))}{error.remedy}"
     if is_lost_peer(error):
         first_line = printable(str(error).splitlines()[0])
+        # Gloo begins with a path of its source code, and ends with general advice and wishes.
+        first_line = re.sub(r"^\[[^\]]*\] *", "", first_line)[:MAX_LOST_PEER_CHARACTERS]
         return (
             f"error: {LOST_CONTACT}, which has died or lost its network; "
             f"its own output has the reason: {describe_output_location()} ({first_line})"
@@ -365,7 +370,7 @@ def _choose_text_to_print(error: BaseException) -> str:
         return text if first.text == text else f"rank {first.rank}: {first.text}"
     # Another rank was first, and prints its error. The same bug may have been reported with another traceback, from
     # further within.
-    is_another_bug = is_bug and _last_line(first.text) != _last_line(text)
+    is_another_bug = is_bug and _summarise(first.text) != _summarise(text)
     return text if is_another_bug else ""
 
 
@@ -377,8 +382,8 @@ would try again."""
 def describe_cause(error: BaseException) -> str:
     """Return one line with the cause of this launch's end, as status.json has it, for a rank that ends with `error`.
 
-    It is the last line of the launch's first error, with the rank's number if that is another rank's. If the store is
-    gone, it is the last line of `error`.
+    It is the message of the launch's first error, with the rank's number if that is another rank's. If the store is
+    gone, it is the message of `error`.
     """
     text = describe_error(error)
     with suppress(RuntimeError):
@@ -386,9 +391,11 @@ def describe_cause(error: BaseException) -> str:
         is_of_this_rank = first.rank == this_rank().rank or first.text == text
         if not is_of_this_rank:
             return describe_failure(first)
-    return _last_line(text)
+    return _summarise(text)
 
 
+MAX_SUMMARY_CHARACTERS = 400
+"""Characters of an error's message that status.json and alerts have. The console has all of it."""
 FIRST_ERROR = "llmfoundry_lite/first_error"
 """Key in the process group's store: `RANK CODE TEXT` of the first rank that has failed."""
 
@@ -473,8 +480,8 @@ def find_failure_of_other_rank() -> FirstError | None:
 
 
 def describe_failure(failure: FirstError) -> str:
-    """Return one line about the failure of a rank: its number, and the last line of its error."""
-    return f"rank {failure.rank}: {_last_line(failure.text)}"
+    """Return one line about the failure of a rank: its number, and the message of its error."""
+    return f"rank {failure.rank}: {_summarise(failure.text)}"
 
 
 def _parse_first_error(entry: str) -> FirstError:
@@ -510,9 +517,23 @@ def _ask_store(ask: Callable[[Any], Any], seconds: float) -> Any:
     return answer
 
 
-def _last_line(text: str) -> str:
-    """Return the last line of an error's text, without `error: ` in front."""
-    return text.splitlines()[-1].removeprefix("error: ")
+def _summarise(text: str) -> str:
+    """Return the message of a printed error in one line, at most MAX_SUMMARY_CHARACTERS long, without a traceback.
+
+    The message of an exception may have several lines, which are joined. The last of them alone is often only advice:
+    CUDA's errors end with "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+    """
+    lines = text.splitlines()
+    tracebacks = [index for index, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]
+    if tracebacks:
+        lines = lines[tracebacks[-1] + 1 :]
+        while len(lines) > 1 and lines[0].startswith("  "):  # frames, their source code, and marks below that
+            del lines[0]
+
+    summary = " ".join(" ".join(lines).split()).removeprefix("error: ")
+    if len(summary) > MAX_SUMMARY_CHARACTERS:
+        summary = f"{summary[: MAX_SUMMARY_CHARACTERS - 1]}…"
+    return summary
 
 
 RANK_LOGS = "LLMFOUNDRY_LITE_RANK_LOGS"

@@ -105,6 +105,32 @@ def test_a_rank_that_its_launcher_ends_because_another_has_failed_is_not_preempt
     assert ending.describe_cause(caught.value) == "a shard is damaged"
 
 
+def summary_of(error: BaseException) -> str:
+    """What status.json has about a bug with a traceback."""
+    try:
+        raise error
+    except type(error) as raised:
+        return ending.describe_failure(FirstError(1, 1, ending.describe_error(raised)))
+
+
+def test_a_reason_has_all_lines_of_a_message_and_no_traceback():
+    cuda = "CUDA error: out of memory\nFor debugging, see above.\nCompile with `TORCH_USE_CUDA_DSA`.\n"
+    expected = "CUDA error: out of memory For debugging, see above. Compile with `TORCH_USE_CUDA_DSA`."
+    assert summary_of(RuntimeError(cuda)) == f"rank 1: RuntimeError: {expected}"
+    assert summary_of(ValueError("a key is missing:\n\tnorm.weight")) == (
+        "rank 1: ValueError: a key is missing: norm.weight"
+    )
+    assert summary_of(KeyError()) == "rank 1: KeyError"
+    assert len(summary_of(ValueError("x" * 10_000))) == len("rank 1: ") + ending.MAX_SUMMARY_CHARACTERS
+
+
+def test_words_of_gloo_about_a_lost_rank_are_cut():
+    text = "[/pytorch/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1. " + "Good luck! " * 20
+    described = ending.describe_error(RuntimeError(text))
+    assert "(Connection closed by peer [127.0.0.1]:1. Good luck!" in described
+    assert len(described.rpartition("(")[2]) == ending.MAX_LOST_PEER_CHARACTERS + 1
+
+
 @pytest.mark.parametrize(("announced", "expected"), [("", FAILURE), ("SIGTERM", None)])
 def test_a_failure_that_follows_a_preemption_is_not_the_reason(monkeypatch, announced, expected):
     """A rank that is preempted leaves others without it, who then fail."""
