@@ -36,7 +36,7 @@ MAX_NAME_CHARACTERS = 40
 ENDS = ("preempted", "failed", "ended")
 """Events with which a launch is over."""
 SAVES_RECOVERED = "saves_recovered"
-"""Event that follows `failed_saves`: a save has been published again."""
+"""Event that follows `failed_saves`: a save has been published in `save_folder` again."""
 RANKS_RECOVERED = "ranks_recovered"
 """Event that follows `slow_rank`: ranks are no longer slow."""
 FOLLOWING = {"failed_saves": SAVES_RECOVERED, "slow_rank": RANKS_RECOVERED}
@@ -65,6 +65,7 @@ NEXT_STEPS = {
     "ended": "nothing",
 }
 """Event -> what the reader of its message can do."""
+SECOND_PLACE_STEP = "make room in save_folder, or renew the credentials, or start the server; saves go to save_fallback"
 TRY_AGAIN_STEP = "run the same command again; the fault may have passed"
 
 
@@ -128,6 +129,8 @@ class Messages:
                 self.events.add(following)
         self.saves_fail = False
         """Whether the last that was told of saves is that they fail."""
+        self.is_in_second = False
+        """Whether it is that they fail in `save_folder`, and go to `save_fallback`."""
         self.spike_batch = 0
         """The last batch of a loss spike that was told."""
         self.ended_batch: int | None = None
@@ -145,11 +148,13 @@ class Messages:
         *,
         next_step: str | None = None,
         observer_id: str | None = None,
+        is_in_second: bool = False,
     ) -> Alert | None:
         """Record an event and return its message; None if the user does not want messages of such events.
 
         next_step: what to do, instead of NEXT_STEPS.
         observer_id: that of another launch, if the event is of that one.
+        is_in_second: whether saves that fail go to `save_fallback`.
         """
         now = time.time()
         last_saved = name_of_save(facts.last_saved)
@@ -178,6 +183,8 @@ class Messages:
         is_wanted = event in self.events
         entry = {"time": now, "event": event, "batch": facts.batch, "is_sent": is_wanted, "text": alert.text}
         entry["observer"] = observer_id or self._observer_id
+        if is_in_second:
+            entry["is_in_second"] = True
         self.record(entry)
         self._take(entry)
         return alert if is_wanted else None
@@ -222,6 +229,7 @@ class Messages:
             return  # the line of a delivery, or not ours
         if event in ("failed_saves", SAVES_RECOVERED):
             self.saves_fail = event == "failed_saves"
+            self.is_in_second = entry.get("is_in_second") is True
         if event == "loss_spike":
             self.spike_batch = max(self.spike_batch, batch)
         if event == "ended":

@@ -11,38 +11,36 @@ import json
 import os
 import select
 import signal
-import socket
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmfoundry_lite.bounded import MAX_NOTE_BYTES, parse_json, read_lines_at_most
 from llmfoundry_lite.checkpoint.run_log import METRICS, Record, duration_text, number_of, validation_losses
 from llmfoundry_lite.config.callbacks_schema import AlertsConfig
-from llmfoundry_lite.errors import DataError, printable, remember_secret
+from llmfoundry_lite.errors import DataError, remember_secret
 from llmfoundry_lite.ranks.identity import is_alive
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
-from llmfoundry_lite.ranks.status import LAUNCHES, SAVES_STAND, TRY_AGAIN, is_running, read_status
+from llmfoundry_lite.ranks.status import LAUNCHES, SAVED_IN, SAVES_STAND, TRY_AGAIN, is_running, read_status
 from llmfoundry_lite.report.log import LOSS
 from llmfoundry_ops.alerts import (
     RANKS_RECOVERED,
     SAVES_RECOVERED,
+    SECOND_PLACE_STEP,
     TRY_AGAIN_STEP,
     Alert,
     Facts,
     LossSpikes,
     Messages,
+    name_of_save,
 )
 from llmfoundry_ops.faults import LAUNCHER, RESTARTS, was_killed_by_system
+from llmfoundry_ops.metrics_port import MetricsPort
 from llmfoundry_ops.rank_times import MAX_RANKS, RankTime, RankTimes, read_rank_times, read_slow_ranks
 from llmfoundry_ops.receivers import COMMAND_SECONDS, Receiver, notify, post, run_command
 from llmfoundry_ops.runs import LiveRun
-
-if TYPE_CHECKING:
-    from llmfoundry_ops.prometheus import Numbers
 
 LOOK_SECONDS = 1.0
 """Time between two looks at the run folder."""
@@ -50,10 +48,11 @@ END_SECONDS = 60.0
 """How long the last alerts are tried after the launch has ended. This process then ends."""
 LAST_WORDS_SECONDS = 15.0
 """How long rank 0 may live on after its launcher. Ranks of `train -n` notice within seconds that it is gone."""
-PORT_SECONDS = 3.0
-"""How long a port that is taken is tried again: the observer of the launch before may still have it."""
 MAX_HISTORY_BYTES = 1 << 20
 """Bytes at the end of an existing log that are read for the losses before this launch: some thousand batches."""
+FALLBACK_SECONDS = 120.0
+"""How long a run with `save_fallback` may have one failed save before that is told. The next save goes to the second
+place, a minute later at most."""
 NICENESS = 10
 """The ranks go first on shared cores."""
 TOLD_LATE = "the launch before ended, and the process that tells it was ended with it"
@@ -145,6 +144,11 @@ class LaunchObserver:
         self._batch_changed_at = clock()
         self._is_idle = False
         """It was told that there is no progress."""
+        self._failing_since: float | None = None
+        """When saves began to fail, if the last one has failed."""
+        self._times_of_saves: dict[str, float] = {}
+        """Name of a checkpoint of this launch, or the last of the launch before -> when it was published."""
+        self._note_save(self._status_before)
 
     # ------------------------------------------------------------------------------------------------ present state
 
@@ -194,11 +198,20 @@ class LaunchObserver:
     @property
     def saved_at(self) -> float | None:
         """When the newest checkpoint was published, in seconds since 1970; None if that is unknown."""
-        saved_at = number_of(self.status.get("saved_at"))
-        is_of_launch_before = self.status.get("last_saved") == self._status_before.get("last_saved")
-        if saved_at is None and is_of_launch_before:
-            saved_at = number_of(self._status_before.get("saved_at"))
-        return saved_at
+        self._note_save(self.status)
+        return self._times_of_saves.get(str(self.status.get("last_saved")))
+
+    def _note_save(self, status: dict[str, Any]) -> None:
+        """Remember when the newest save was published. Ranks that start again do not know that of earlier saves."""
+        saved_at = number_of(status.get("saved_at"))
+        name = name_of_save(status.get("last_saved"))
+        if saved_at is not None and name is not None:
+            self._times_of_saves = {name: saved_at}
+
+    @property
+    def is_saved_in_second(self) -> bool:
+        """Whether the newest save is in `save_fallback`, and not in `save_folder`."""
+        return bool(self.status.get(SAVED_IN))
 
     # ------------------------------------------------------------------------------------------------------- events
 
@@ -221,6 +234,7 @@ class LaunchObserver:
         if self.run is not None:
             self.run.look()
             self._follow_launches(reason_before)
+            self._note_save(self.status)
             self._follow_saves()
             self._follow_ranks()
             for record in self._take_records():
@@ -366,14 +380,39 @@ class LaunchObserver:
         return last_line
 
     def _follow_saves(self) -> None:
-        """Tell that saves fail, once for several in a row, and that one has succeeded again."""
+        """Tell that saves fail, once for several in a row, and that one is in `save_folder` again.
+
+        Saves that go to `save_fallback` instead are told once too, and then again if both places fail.
+        """
         if self.run is None or self._num_begun == 0:
             return
-        if self.run.failed_saves and not self.messages.saves_fail and not self.run.has_ended:
+        is_in_second = self.is_saved_in_second
+        if not self.run.failed_saves:
+            self._failing_since = None
+        elif self._failing_since is None:
+            self._failing_since = self._clock()
+
+        is_news = not self.messages.saves_fail or self.messages.is_in_second
+        if is_news and self._have_saves_failed() and not self.run.has_ended:
             self._tell("failed_saves", self.run.save_error)
+        elif is_in_second and self.run.save_error and not self.messages.saves_fail:
+            name, place = self.run.status.get("last_saved"), self.run.status.get(SAVED_IN)
+            reason = f"saves to save_folder fail: {self.run.save_error}; {name} is in {place}"
+            self._tell("failed_saves", reason, next_step=SECOND_PLACE_STEP, is_in_second=True)
+
         has_saved = self.run.status.get("saved_at") is not None
-        if self.messages.saves_fail and has_saved and not self.run.failed_saves:
+        if self.messages.saves_fail and has_saved and not self.run.failed_saves and not is_in_second:
             self._tell(SAVES_RECOVERED)
+
+    def _have_saves_failed(self) -> bool:
+        """Return whether saves fail now, and in both places if there are two."""
+        if self.run is None or self._failing_since is None:
+            return False
+        has_second = bool(self.run.config.get("save_fallback"))
+        if not has_second or self.run.failed_saves > 1:
+            return True
+        waited_seconds = self._clock() - self._failing_since
+        return waited_seconds >= FALLBACK_SECONDS and not self.is_saved_in_second
 
     def _follow_ranks(self) -> None:
         """Tell that ranks have become slow, and that they no longer are."""
@@ -473,6 +512,7 @@ class LaunchObserver:
         next_step: str | None = None,
         facts: Facts | None = None,
         observer_id: str | None = None,
+        is_in_second: bool = False,
     ) -> None:
         """Record an event, and send its message if the user wants it. By default `facts` are the present ones."""
         if self._alerts is None:
@@ -480,7 +520,9 @@ class LaunchObserver:
         if facts is None:
             last_saved = self.status.get("last_saved")
             facts = Facts(batch=self.batch, launch=self.launch, last_saved=last_saved, saved_at=self.saved_at)
-        alert = self.messages.tell(event, facts, reason, next_step=next_step, observer_id=observer_id)
+        alert = self.messages.tell(
+            event, facts, reason, next_step=next_step, observer_id=observer_id, is_in_second=is_in_second
+        )
         if alert is not None:
             self._send(alert)
 
@@ -540,75 +582,6 @@ def build_receivers(alerts: AlertsConfig, note: Callable[[dict[str, Any]], None]
     for index, address in enumerate(alerts.apprise):
         receivers.append(Receiver(f"apprise[{index}]", partial(notify, address), note))
     return receivers
-
-
-class MetricsPort:
-    """The port at which Prometheus asks, if the run has one.
-
-    Standard error is that of the launch until the port is open, or cannot be opened. It is let go then, because a
-    program that reads the launch's output waits for all processes that could still write there.
-    """
-
-    def __init__(self, description: dict[str, Any], observer: LaunchObserver):
-        self._description = description
-        self._observer = observer
-        self._deadline = time.monotonic() + PORT_SECONDS
-        self._server: Any = None
-        self._is_settled = False
-        """The port is open, or is not tried again."""
-        if description["metrics_port"] is None:
-            self._settle()
-
-    def open(self) -> None:
-        """Open the port, or try again later if it is taken. Prints a line when it is given up."""
-        if self._is_settled:
-            return
-        from llmfoundry_ops.prometheus import serve
-
-        host, port = self._description["metrics_host"], self._description["metrics_port"]
-        try:
-            self._server = serve(host, port, self._numbers)
-        except OSError as error:
-            if time.monotonic() < self._deadline:
-                return
-            text = f"warning: no metrics: metrics_port: {host}:{port}: {error.strerror or error}; the run goes on"
-            print(printable(text), file=sys.stderr, flush=True)
-        self._settle()
-
-    def close(self) -> None:
-        """Close the port."""
-        self._is_settled = True
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-
-    def _settle(self) -> None:
-        """Let the launch's standard error go."""
-        self._is_settled = True
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stderr.fileno())
-        os.close(null)
-
-    def _numbers(self) -> "Numbers":
-        """Return what the metrics are made of, now. Called by the server's threads."""
-        from llmfoundry_ops.prometheus import Numbers
-
-        observer = self._observer
-        return Numbers(
-            run_name=self._description["run_name"],
-            run_folder=self._description["run_folder"],
-            host=socket.gethostname(),
-            state=observer.state,
-            launch=observer.launch,
-            batch=observer.batch,
-            failed_saves=observer.run.failed_saves if observer.run is not None else 0,
-            saved_at=observer.saved_at,
-            idle_seconds=observer.idle_seconds,
-            logged=dict(observer.logged),
-            validation=dict(observer.validation),
-            rank_times=observer.rank_times,
-            num_slow_ranks=len(observer.slow_ranks),
-        )
 
 
 def _read_line() -> bytes:

@@ -72,6 +72,8 @@ class Numbers:
     """Saves that have failed since the last one that did not."""
     saved_at: float | None = None
     """When the newest checkpoint was published, in seconds since 1970."""
+    is_saved_in_second: bool = False
+    """Whether it is in `save_fallback`, and not in `save_folder`."""
     idle_seconds: float = 0.0
     """Time since the newest batch."""
     logged: dict[str, float] = field(default_factory=dict)
@@ -119,6 +121,8 @@ class RunCollector(Collector):
         yield gauge(
             "llmfoundry_failed_saves", "Saves that have failed since the last one that did not.", numbers.failed_saves
         )
+        in_second = float(numbers.is_saved_in_second)
+        yield gauge("llmfoundry_save_in_fallback", "1 if the newest save is in save_fallback, else 0.", in_second)
         if numbers.launch is not None:
             yield gauge("llmfoundry_launch", "Number of the launch that trains the run.", numbers.launch)
         if numbers.saved_at is not None:

@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -14,7 +15,7 @@ from llmfoundry_lite.ranks.identity import describe_process
 from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, read_status, write_ended_early, write_status
 from llmfoundry_ops.alerts import ALERTS, IN_A_ROW, WINDOW, LossSpikes
 from llmfoundry_ops.faults import FaultRecord
-from llmfoundry_ops.observer_process import TOLD_LATE, LaunchObserver
+from llmfoundry_ops.observer_process import FALLBACK_SECONDS, TOLD_LATE, LaunchObserver
 from llmfoundry_ops.rank_times import MAX_RANKS, read_rank_times, read_slow_ranks
 
 
@@ -172,6 +173,66 @@ def test_failing_saves_are_told_once_in_a_row_and_again_when_one_is_well(folder)
     assert launch.look() == ["began", "saves_recovered"]
     launch.train(3, last_saved="ba2", saved_at=1.0, failed_saves=1, save_error="disk full")
     assert launch.look() == ["began", "saves_recovered", "failed_saves"]
+
+
+def test_saves_that_go_to_the_second_place_are_told_once(folder):
+    folder.mkdir()
+    (folder / "config.yaml").write_text("max_duration: 10ba\nsave_fallback: /nvme/tiny\n")
+    launch = Launch(folder)
+    full = {"save_error": "runs/tiny/checkpoints: no space left"}
+    second = {**full, "last_saved_in": "/nvme/tiny", "failed_saves": 0}
+    launch.train(1, last_saved=None, saved_at=None, failed_saves=1, **full)
+    assert launch.look() == ["began"]  # the next save goes to the second place
+    launch.train(2, last_saved="ba2", saved_at=1.0, **second)
+    assert launch.look() == ["began", "failed_saves"]
+    alert = launch.told[-1]
+    assert alert.reason == "saves to save_folder fail: runs/tiny/checkpoints: no space left; ba2 is in /nvme/tiny"
+    assert "save_fallback" in alert.next and "max_unsaved" not in alert.text
+    assert launch.observer.is_saved_in_second
+
+    # The first place is tried again at each save.
+    for batch in (3, 4):
+        launch.train(batch, last_saved="ba2", saved_at=1.0, **{**second, "failed_saves": 1})
+        launch.look()
+        launch.train(batch, last_saved=f"ba{batch}", saved_at=1.0, **second)
+        launch.clock.seconds += 1000
+        assert launch.look() == ["began", "failed_saves"]
+
+    # Now both places fail. A save in the second place is no recovery.
+    launch.train(5, last_saved="ba4", saved_at=1.0, **{**second, "failed_saves": 2})
+    assert launch.look() == ["began", "failed_saves", "failed_saves"]
+    assert "max_unsaved" in launch.told[-1].next
+    launch.train(6, last_saved="ba6", saved_at=1.0, **second)
+    assert launch.look() == ["began", "failed_saves", "failed_saves"]
+    launch.train(7, last_saved="ba7", saved_at=1.0, failed_saves=0)
+    assert launch.look()[3:] == ["saves_recovered"]
+    assert not launch.observer.is_saved_in_second
+
+    # A second place that takes no save within some time is told as well.
+    launch.train(8, last_saved="ba7", saved_at=1.0, failed_saves=1, **full)
+    assert launch.look()[4:] == []
+    launch.clock.seconds += FALLBACK_SECONDS
+    assert launch.look()[4:] == ["failed_saves"]
+
+
+def test_a_launch_that_begins_from_the_second_place_has_no_failed_save(folder):
+    launch = Launch(folder)
+    launch.train(1, last_saved="ba1", saved_at=None, last_saved_in="/nvme/tiny", failed_saves=0, save_error=None)
+    assert launch.look() == ["began"]
+
+
+def test_the_age_of_a_save_is_known_after_a_restart(folder):
+    launch = Launch(folder)
+    launch.train(1, last_saved="ba1", saved_at=time.time() - 60)
+    launch.look()
+    launch.write("failed", 2, "CUDA error")
+    launch.look()
+    launch.write("running", 1, last_saved="ba1", saved_at=None)
+    assert launch.look() == ["began", "restarted"]
+    assert (launch.told[-1].last_saved_age_seconds or 0) >= 60
+    launch.train(2, last_saved="ba2", saved_at=None)
+    launch.look()
+    assert launch.observer.saved_at is None
 
 
 def test_no_progress_is_told_once_until_a_batch_comes(folder):

@@ -61,7 +61,7 @@ def test_what_is_not_known_is_left_out():
     names = {sample.name for sample in samples_of(Numbers(run_name="a", run_folder="runs/a", host="gpu003"))}
     assert names == {
         *("llmfoundry_run_info", "llmfoundry_state", "llmfoundry_batch", "llmfoundry_idle_seconds"),
-        "llmfoundry_failed_saves",
+        *("llmfoundry_failed_saves", "llmfoundry_save_in_fallback"),
     }
 
 
