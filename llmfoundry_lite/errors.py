@@ -215,7 +215,7 @@ def is_transient(error: BaseException | None) -> bool:
     `error` and the errors that it was raised `from` are examined. If one of them is a server's answer, the first such
     answer decides. Otherwise one transient error of the operating system or of a network client suffices.
     """
-    causes = _chain_of_causes(error)
+    causes = chain_of_causes(error)
     for cause in causes:
         is_transient_answer = _is_transient_answer(cause)
         if is_transient_answer is not None:
@@ -225,14 +225,14 @@ def is_transient(error: BaseException | None) -> bool:
 
 def has_expired(error: BaseException | None) -> bool:
     """Return whether a server has refused credentials because they have expired, by `error` or one of its causes."""
-    return any(_s3_code_of(cause) in EXPIRED_CODES for cause in _chain_of_causes(error))
+    return any(_s3_code_of(cause) in EXPIRED_CODES for cause in chain_of_causes(error))
 
 
 def needs_credentials(error: BaseException | None) -> bool:
     """Return whether a server has refused the credentials: they have expired, are unknown, or do not suffice."""
     if has_expired(error):
         return True
-    for cause in _chain_of_causes(error):
+    for cause in chain_of_causes(error):
         if _s3_code_of(cause) in REFUSED_CODES or _http_status_of(cause) in (401, 403):
             return True
     return False
@@ -243,11 +243,11 @@ def lacks_permission(error: BaseException | None) -> bool:
 
     It is false if a server has refused the credentials, because then `needs_credentials` is true.
     """
-    has_permission_error = any(isinstance(cause, PermissionError) for cause in _chain_of_causes(error))
+    has_permission_error = any(isinstance(cause, PermissionError) for cause in chain_of_causes(error))
     return has_permission_error and not needs_credentials(error)
 
 
-def _chain_of_causes(error: BaseException | None) -> list[BaseException]:
+def chain_of_causes(error: BaseException | None) -> list[BaseException]:
     """Return `error`, the error that it was raised `from`, that one's cause, and so on; empty for None."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:

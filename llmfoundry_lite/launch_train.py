@@ -41,7 +41,7 @@ from llmfoundry_lite.config.load_train import (
     merge_files,
 )
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.errors import EXIT_MEANINGS, CheckpointError, ConfigError, printable
+from llmfoundry_lite.errors import EXIT_MEANINGS, CheckpointError, ConfigError, chain_of_causes, printable
 from llmfoundry_lite.ranks import signals, status
 from llmfoundry_lite.ranks.ending import (
     RANK_LOGS,
@@ -57,6 +57,7 @@ from llmfoundry_lite.ranks.lean_imports import FULL_IMPORTS, HEAVY, import_lean
 from llmfoundry_lite.ranks.output import say
 from llmfoundry_lite.ranks.rank import check_launch, set_environment, this_rank
 from llmfoundry_lite.ranks.status import refusals_recorded, watch_for_failures_on_other_nodes
+from llmfoundry_lite.retry import NoAnswerError
 
 EXIT_CODES = "\n".join(f"{code:5}  {meaning}" for code, meaning in EXIT_MEANINGS.items())
 HELP = f"""\
@@ -310,7 +311,8 @@ def check_access_to_saves(config: TrainConfig, *, is_launcher: bool = False) -> 
     """Ask the server of the run's checkpoints for a listing, before torch is imported. Raises CheckpointError.
 
     Only rank 0 asks, or the launcher that restarts the ranks (`is_launcher`). That prints a fault that may pass, and
-    goes on, because its ranks try again for `retry_for`.
+    goes on, because its ranks try again for `retry_for`. If there is no answer, rank 0 prints that and goes on too: it
+    asks again, with more time, when it chooses where to start.
     """
     if this_rank().rank != 0:
         return
@@ -318,9 +320,14 @@ def check_access_to_saves(config: TrainConfig, *, is_launcher: bool = False) -> 
         try:
             check_access(config)
         except CheckpointError as error:
-            if not is_launcher or not error.is_transient:
+            has_no_answer = any(isinstance(cause, NoAnswerError) for cause in chain_of_causes(error))
+            is_asked_again = has_no_answer or (is_launcher and error.is_transient)
+            if not is_asked_again:
                 raise
-            say(f"warning: {describe_error(error).removeprefix('error: ')}", file=sys.stderr)
+            text = describe_error(error).removeprefix("error: ")
+            if has_no_answer:
+                text = f"{printable(str(error))}; the launch goes on, and asks again"
+            say(f"warning: {text}", file=sys.stderr)
 
 
 def prepare_environment(config: TrainConfig) -> None:

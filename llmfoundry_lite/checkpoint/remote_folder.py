@@ -7,6 +7,7 @@ answer. `RemoteFolder` implements `Folder` with it; `RemoteSink` uploads a file 
 
 import contextlib
 import errno
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +37,51 @@ PATIENCE_SECONDS = 120.0
 patience_seconds: float | None = None
 """Time without an answer after which a failed call is not tried again. None: as often as `retry_transient_errors` says,
 which may take many minutes. Programs set it whose user waits at a terminal, but not a launch that trains."""
+call_seconds: float | None = None
+"""Time after which a call that has neither returned nor failed counts as unanswered. `limited_calls` sets it."""
 LOCAL_METHODS = ("invalidate_cache", "split_path")
 """Methods of a file system that ask no server, so that their return does not count as an answer."""
 GIVEN_UP_SECONDS = 5.0
 """Time after giving up in which further calls fail at once, because a command may ask again although it got no answer.
 `watch` looks again later than that."""
+
+
+@contextlib.contextmanager
+def limited_calls(seconds: float) -> Iterator[None]:
+    """Let calls of remote file systems in a `with` block raise NoAnswerError after `seconds` without an answer.
+
+    Otherwise a call takes as long as its client tries. Meant for a process with one thread that asks.
+    """
+    global call_seconds
+    call_seconds = seconds
+    try:
+        yield
+    finally:
+        call_seconds = None
+
+
+def call_within(seconds: float, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function in another thread, and return its result or raise its error.
+
+    Raises NoAnswerError if it has not ended after `seconds`. The thread then ends with the call, or with the process.
+    """
+    outcomes: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def put_outcome() -> None:
+        """Call the function, and pass its result or error on."""
+        try:
+            outcomes.put((function(*arguments, **options), None))
+        except BaseException as error:
+            outcomes.put((None, error))
+
+    threading.Thread(target=put_outcome, daemon=True).start()
+    try:
+        result, error = outcomes.get(timeout=seconds)
+    except queue.Empty:
+        raise NoAnswerError(f"no answer for {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return result
 
 
 class RenewingFilesystem:
@@ -86,7 +127,12 @@ class RenewingFilesystem:
             self._check_patience(began)
             try:
                 with self._noting_a_wait(began):
-                    answer = attribute(*arguments, **options)
+                    if call_seconds is None:
+                        answer = attribute(*arguments, **options)
+                    else:
+                        answer = call_within(call_seconds, attribute, *arguments, **options)
+            except NoAnswerError:
+                raise  # not counted: the next call, which may have more time, is to be made
             except Exception as error:
                 if not has_expired(error):
                     self._note_failure(error, began)

@@ -7,8 +7,9 @@ that `--dry-run`, reports and companions use as well.
 This module reads manifests and the run's log, and imports no torch. `training/start.py` restores the chosen checkpoint.
 """
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from llmfoundry_lite.checkpoint.launch_record import record_early_end
 from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import check_not_foreign, folder_of_checkpoints
+from llmfoundry_lite.checkpoint.remote_folder import limited_calls
 from llmfoundry_lite.checkpoint.run_log import METRICS, SAVED, read_lines, read_log
 from llmfoundry_lite.checkpoint.store import (
     Candidate,
@@ -33,6 +35,8 @@ from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import CheckpointError, join_with_or, mask_credentials
 from llmfoundry_lite.ranks.identity import describe_this_process
 
+LISTING_SECONDS = 10.0
+"""Time after which `check_access` waits no longer for a server's answer."""
 SCHEDULING_KEYS = ("max_duration", "eval_interval", "save_interval")
 """Keys that say when something happens in a run. They do not change the numbers of a finished run, so a finished run
 may be launched again with other values."""
@@ -107,16 +111,29 @@ def check_access(config: TrainConfig) -> None:
     """List the run's checkpoints once if they are behind a URL, and those of `load_path` if the run has none yet.
 
     A launch calls this before it imports torch, so that an expired token is reported within a second or two. Nothing is
-    read but names, and folders on disks are left alone. Raises CheckpointError, as `choose_start` does later.
+    read but names. Raises CheckpointError, as `choose_start` does later, or if there is no answer for LISTING_SECONDS.
     """
     store = open_run_store(config)
     places = [store] if store.second is None else [store, store.second]
     has_checkpoints = False
-    for place in places:
-        if place.root.path_here is None:
-            has_checkpoints = bool(place.names()) or has_checkpoints
-    if config.load_path is not None and not has_checkpoints and open_folder(config.load_path).path_here is None:
-        CheckpointStore(config.load_path).names()
+    with limited_calls(LISTING_SECONDS):
+        for place in places:
+            # Whether a folder on a disk holds checkpoints matters only for `load_path`, which a resume does not open.
+            is_asked = place.root.path_here is None or config.load_path is not None
+            if is_asked and place.names():
+                has_checkpoints = True
+        if config.load_path is not None and not has_checkpoints and open_folder(config.load_path).path_here is None:
+            with naming_load_path():
+                CheckpointStore(config.load_path).names()
+
+
+@contextlib.contextmanager
+def naming_load_path() -> Iterator[None]:
+    """Put `load_path:` before the text of a CheckpointError that is raised in a `with` block."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise type(error)(f"load_path: {error}") from error
 
 
 def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
@@ -375,7 +392,7 @@ def _check_load_path(config: TrainConfig, load_path: str, fingerprints: dict[str
     it, if no manifest there can be read. Unless only weights are loaded, it is also raised if the newest checkpoint
     does not fit this launch, or if no training would be left.
     """
-    try:
+    with naming_load_path():
         check_not_foreign(load_path)
         is_single_checkpoint = is_checkpoint(load_path)
         if is_single_checkpoint:
@@ -384,8 +401,6 @@ def _check_load_path(config: TrainConfig, load_path: str, fingerprints: dict[str
         else:
             url = folder_of_checkpoints(load_path)
             newest = newest_of(CheckpointStore(url).candidates())
-    except CheckpointError as error:
-        raise type(error)(f"load_path: {error}") from error
     if newest is None:
         raise CheckpointError(
             f"load_path: {load_path} holds no intact checkpoint; expected one (…/ba200), a folder of them, or a run "

@@ -15,7 +15,7 @@ from fsspec.asyn import get_loop, sync_wrapper
 from fsspec.config import conf
 
 from llmfoundry_lite import retry
-from llmfoundry_lite.checkpoint import commit, remote_folder
+from llmfoundry_lite.checkpoint import commit, remote_folder, start
 from llmfoundry_lite.checkpoint.manifest import MANIFEST
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.restore import load, load_newest
@@ -586,10 +586,37 @@ def test_a_launch_asks_for_its_saves_before_torch_is_imported(proxy, tmp_path, m
 
 @pytest.mark.fault
 def test_a_load_path_is_asked_for_only_if_the_run_has_no_checkpoint(proxy, tmp_path):
-    settings = [f"save_folder={proxy.url}", "load_path=s3://another/run", "load_weights_only=true"]
-    config = load_train_config(["mpt-quickstart", *settings, f"run_folder={tmp_path}"], {}).config
     proxy.refuses = lambda method, path, headers: "AccessDenied" if "/another" in path else None
-    with pytest.raises(CheckpointError, match="s3://another/run: cannot be listed"):
+    on_disk = str(tmp_path / "checkpoints")
+    for save_folder in (proxy.url, on_disk):
+        settings = [f"save_folder={save_folder}", "load_path=s3://another/run", "load_weights_only=true"]
+        config = load_train_config(["mpt-quickstart", *settings, f"run_folder={tmp_path}"], {}).config
+        with pytest.raises(CheckpointError, match="load_path: s3://another/run: cannot be listed") as caught:
+            check_access(config)
+        assert caught.value.needs_credentials
+        checkpoint = open_folder(f"{save_folder}/ba1")
+        checkpoint.make(with_parents=True)
+        checkpoint.put("manifest.json", b"{}")
+        num_refused = proxy.num_refused
         check_access(config)
-    s3fs.S3FileSystem().pipe(f"{proxy.url}/ba1/manifest.json", b"{}")
-    check_access(config)
+        assert proxy.num_refused == num_refused
+
+
+@pytest.mark.fault
+def test_a_bucket_that_does_not_answer_holds_up_a_launch_briefly(proxy, tmp_path, monkeypatch, capsys):
+    """The ranks, or this rank once torch is imported, ask again with more time."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(start, "LISTING_SECONDS", 0.2)
+    config = load_train_config(["mpt-quickstart", f"save_folder={proxy.url}", f"run_folder={tmp_path}"], {}).config
+    is_over = threading.Event()
+    proxy.refuses = lambda method, path, headers: is_over.wait(30) and None
+    try:
+        for is_launcher in (True, False):
+            check_access_to_saves(config, is_launcher=is_launcher)
+            printed = capsys.readouterr().err
+            assert printed.startswith(
+                f"warning: {proxy.url}: cannot be listed: no answer for 0.2 s; the launch goes on"
+            )
+    finally:
+        is_over.set()
+    assert CheckpointStore(proxy.url).names() == []
