@@ -202,6 +202,11 @@ class RenameCommits:
     def end_copy(self, save_id: str) -> None:
         """Do nothing, as `begin_copy`."""
 
+    def has_copy_in_progress(self, save_id: str) -> bool:
+        """Return whether a draft of this save is here, which may be a copy that is not committed yet. Raises
+        OSError."""
+        return self.root.child(DRAFT + save_id).exists()
+
     def set_aside(self, name: str) -> str:
         """Rename a damaged checkpoint so that readers no longer find it, and return its new name. Returns "" if it
         cannot be renamed."""
@@ -361,6 +366,11 @@ class PutCommits:
         folder, _ = self.draft(save_id)
         with contextlib.suppress(OSError):
             folder.remove(COPYING)
+
+    def has_copy_in_progress(self, save_id: str) -> bool:
+        """Return whether a draft of this save has the mark of `begin_copy`. Raises OSError."""
+        folder, _ = self.draft(save_id)
+        return COPYING in folder.names()
 
     def set_aside(self, name: str) -> str:
         """Do nothing, because an object store has no renames. Returns ""."""

@@ -149,11 +149,8 @@ def carry_out_removal(store: CheckpointStore, removal: Removal, *, has_lease: bo
     _remove_saves(store, removal.old, removal.set_aside_names)
     with os_errors_as_checkpoint_errors(f"{store.root.url}: what earlier removals left cannot be removed"):
         store.commits.finish_removals(has_lease=has_lease, newest=removal.newest.recency)
-    if not has_lease:
-        # A copy of an older save may have been published since the plan. It refers to parts of the log, too.
-        removal = replace(removal, kept=store.candidates())
     with os_errors_as_checkpoint_errors(f"{store.root.url}/{LOG}: cannot be cleared"):
-        for name in _find_unused_log(store, removal):
+        for name in _find_unused_log_now(store, removal):
             store.root.child(LOG).remove(name)
 
 
@@ -221,6 +218,27 @@ def _find_unused_log(store: CheckpointStore, removal: Removal) -> list[str]:
         if epoch_and_batch <= removal.newest.recency:
             unused_names.append(name)
     return unused_names
+
+
+def _find_unused_log_now(store: CheckpointStore, removal: Removal) -> list[str]:
+    """Return the names of the parts of the run's log that no checkpoint refers to, or is about to refer to.
+
+    A copy of an older save may have been published since the plan, by another thread of the writer or by a user's
+    command. It refers to a part of the log, too. Raises OSError, and CheckpointError if the folder cannot be listed.
+    """
+    unused_names = _find_unused_log(store, removal)
+    if not unused_names:
+        return []
+
+    # A copy writes its part of the log as long as it is a draft. Drafts are looked up before checkpoints are listed, so
+    # that a copy which is published meanwhile is seen as one or the other.
+    names_to_remove = set(unused_names)
+    for name in unused_names:
+        save_id_match = SAVE_ID.search(name)
+        if save_id_match is not None and store.commits.has_copy_in_progress(save_id_match[0]):
+            names_to_remove.remove(name)
+    listed_again = replace(removal, kept=store.candidates())
+    return [name for name in _find_unused_log(store, listed_again) if name in names_to_remove]
 
 
 def _take_newest(candidates: Sequence[Candidate], count: int) -> list[Candidate]:

@@ -18,7 +18,7 @@ from llmfoundry_lite.checkpoint.manifest import MANIFEST
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import TOKENIZER_FILE
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
-from llmfoundry_lite.checkpoint.retention import prune
+from llmfoundry_lite.checkpoint.retention import _find_unused_log_now, carry_out_removal, plan_removal, prune
 from llmfoundry_lite.checkpoint.run_log import read_log, write_log
 from llmfoundry_lite.checkpoint.store import Candidate, CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, verify_checkpoint
@@ -282,6 +282,43 @@ def test_retention_counts_both_places_and_copies_once(tmp_path):
     prune_place(second, first, 1)
     prune_place(first, second, 1)
     assert (names(first), names(second)) == (["ba5"], ["ba5"])
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("url", ["local", "memory"])
+@pytest.mark.parametrize("moment", ["before", "while drafts are looked up", "after"])
+def test_retention_beside_a_copy_keeps_the_log_of_the_copied_save(tmp_path, monkeypatch, url, moment):
+    """A copy of an older save is published after the writer has decided what to remove."""
+    first = CheckpointStore(tmp_path / "first" if url == "local" else f"memory://{uuid.uuid4().hex}")
+    second, lease = saved(tmp_path / "second")
+    manifest = write_draft(second, lease, 1)
+    log = b'{"batch": 1}\n'
+    original = second.publish(replace(manifest, log=write_log(second, manifest.save_id, log, ())), lease)
+    lease = first.acquire()
+    for batch in (2, 3):
+        save(first, lease, batch)
+    removal = plan_removal(first, keep_newest=1)
+
+    unused_parts: list[str] = []
+
+    def look_before_manifest(phase: str) -> None:
+        if phase == "before manifest":
+            unused_parts.extend(_find_unused_log_now(first, removal))
+
+    def copy_and_look(save_id: str) -> bool:
+        copy_checkpoint(original, first, lease, is_newest=False)
+        return False
+
+    first.on_phase = look_before_manifest
+    if moment == "while drafts are looked up":
+        write_log(first, manifest.save_id, log, ())
+        first.on_phase = lambda phase: None
+        monkeypatch.setattr(first.commits, "has_copy_in_progress", copy_and_look)
+    else:
+        copy_checkpoint(original, first, lease, is_newest=False)
+    if moment != "before":
+        carry_out_removal(first, removal, has_lease=True)
+    assert unused_parts == [] and read_log(open_checkpoint(first.root.child("ba1").url)).content == log
 
 
 def test_retention_removes_nothing_here_if_the_newest_elsewhere_is_not_whole(tmp_path):
