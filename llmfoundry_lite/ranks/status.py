@@ -34,10 +34,12 @@ HAS_PARTNERS = "has_partners"
 """Key of status.json, true for a launch that trains a run together with others, such as an island."""
 SAVED_IN = "last_saved_in"
 """Key of status.json, the path or URL of `save_fallback` while the newest save is there, and not in `save_folder`."""
-SAVES = ("last_saved", SAVED_IN, "saved_at", "failed_saves", "save_error", HAS_PARTNERS)
+WAITS_FOR_SAVE = "waits_for_save"
+"""Key of status.json, a text while training waits for a save that takes long: which one, and where it goes."""
+SAVES = ("last_saved", SAVED_IN, "saved_at", "failed_saves", "save_error", WAITS_FOR_SAVE, HAS_PARTNERS)
 """Keys of status.json about saves: the newest one, where it is, when it was published (in seconds since 1970; null if
-an earlier launch did), how many have failed since, why the last of them did, and whether another launch may have made
-later ones."""
+an earlier launch did), how many have failed since, why the last of them did, whether training waits for one, and
+whether another launch may have made later ones."""
 TRY_AGAIN = "try_again"
 """Key of status.json, true where a `failed` launch met a fault that may pass and should be launched again, because it
 had saved something before, or could not even begin. Batch scripts read it. A launch that trained and saved nothing

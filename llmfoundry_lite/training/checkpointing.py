@@ -126,6 +126,8 @@ class Checkpointing(Callback):
         `published_batch` follows at the end of a batch."""
         self.unlogged_digest: dict[str, Any] = {}
         """Metrics with the digest of a published save, for the next record that has no digest of its own."""
+        self.waits_for_save = ""
+        """The save in flight and its place while training waits long for it, such as `ba8 in s3://b`; else empty."""
         self.has_failed_save = False
         """The launch ends because a save has failed, so it tries no other save."""
         self.newest_url: str | None = None
@@ -472,6 +474,7 @@ class Checkpointing(Callback):
             line = f"warning: {describe_failed_saves(self)}, and {next_step}"
             self.print_on_rank_0(line, event="failed_save", facts={"failed_saves": self.failed_saves.count})
             self.begun_batch = self.published_batch
+            self.waits_for_save = ""
             self.on_saves(describe_saves(self))
             return error
         return None
@@ -545,7 +548,9 @@ class Checkpointing(Callback):
         self.preemption.release_lease()
 
     def _note_wait(self, name: str, seconds: float) -> None:
-        """Print that training waits for the save `name`, which was begun `seconds` ago."""
+        """Print that training waits for the save `name`, which was begun `seconds` ago. status.json says so, too."""
+        self.waits_for_save = f"{name} in {self.saver.url_in_flight}"
+        self.on_saves(describe_saves(self))
         self.print_on_rank_0(
             f"waiting for {self.saver.url_in_flight}: {name} is not saved after {seconds:.0f} s; training goes on when "
             "it is, or when that save has failed"
@@ -564,6 +569,7 @@ class Checkpointing(Callback):
         facts = {"batch": self.published_batch, "checkpoint": self.newest_url, "bytes": saved.num_bytes}
         self.print_on_rank_0(line, event="saved", facts=facts)
         self.failed_saves.note_published()
+        self.waits_for_save = ""
         self.on_saves(describe_saves(self))
 
         # Stall: training waited for the copy to the host. Durable: from the beginning of the save to its publication.

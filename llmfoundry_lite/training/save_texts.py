@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from composer.core import State
 
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.ranks.status import HAS_PARTNERS
+from llmfoundry_lite.ranks.status import HAS_PARTNERS, WAITS_FOR_SAVE
 from llmfoundry_lite.training.failed_saves import FailedSaves
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
@@ -28,6 +28,7 @@ class Saves(Protocol):
     published_batch: int
     durable_batch: int
     was_preempted_by: str
+    waits_for_save: str
 
 
 def describe_saves(saves: Saves) -> dict[str, Any]:
@@ -38,6 +39,8 @@ def describe_saves(saves: Saves) -> dict[str, Any]:
         "save_error": saves.failed_saves.reason or saves.second_place.error or None,
         **saves.second_place.describe(),
     }
+    if saves.waits_for_save:
+        fields[WAITS_FOR_SAVE] = saves.waits_for_save
     if not saves.config.trains_alone:
         fields[HAS_PARTNERS] = True
     return fields

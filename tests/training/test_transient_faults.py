@@ -17,7 +17,7 @@ from llmfoundry_lite.checkpoint.save import Saved
 from llmfoundry_lite.config.spans import Time, parse_limit
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks.ending import describe_error
-from llmfoundry_lite.ranks.status import has_lost_batches
+from llmfoundry_lite.ranks.status import WAITS_FOR_SAVE, has_lost_batches
 from llmfoundry_lite.training import checkpointing, failed_saves
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.failed_saves import FailedSaves
@@ -55,7 +55,7 @@ class Run:
         parts.saver = SimpleNamespace(wait=self._wait, next_is_second=False, second=None, url_in_flight="run")
         parts.policy = SimpleNamespace(timer=None)
         parts.failed_saves, parts.on_saves = FailedSaves(parse_limit("30m")), lambda saves: None
-        parts.unlogged_digest = {}
+        parts.unlogged_digest, parts.waits_for_save = {}, ""
         parts.begun_batch, parts.published_batch, parts.partners, parts.first_batch = 4, 2, Partners(), 1
         parts.print_on_rank_0 = lambda *lines, **facts: self.said.extend(lines)
         parts.store = SimpleNamespace(root=SimpleNamespace(url="run"), second=None)
@@ -118,6 +118,16 @@ def test_a_launch_that_waits_for_a_save_says_for_which_and_for_how_long(monkeypa
     run.parts._note_wait("ba4", 31.2)
     (line,) = run.said
     assert line.startswith("waiting for run: ba4 is not saved after 31 s; ")
+    assert describe_saves(run.parts)[WAITS_FOR_SAVE] == "ba4 in run"
+
+
+@pytest.mark.parametrize("outcome", [published(4), not_written(REFUSED)])
+def test_a_save_that_has_ended_is_not_waited_for(monkeypatch, outcome):
+    run = Run(monkeypatch, outcome)
+    run.parts._note_wait("ba4", 31.2)
+    logger = SimpleNamespace(log_metrics=lambda metrics: None)
+    run.parts._advance_save(run.parts.saver.wait, run.state, logger)
+    assert WAITS_FOR_SAVE not in describe_saves(run.parts)
 
 
 def test_the_last_save_is_made_again_until_it_is_published(monkeypatch):
