@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry_lite.checkpoint.run_log import number_of
+from llmfoundry_lite.training.slow_ranks import MAX_RANKS_LISTED
 
-MAX_RANKS = 16
+MAX_RANKS = MAX_RANKS_LISTED
 """Most ranks that are read. The training code writes no more."""
 
 
@@ -22,7 +23,7 @@ class RankTime:
     host: str
     own_seconds: float
     waiting_seconds: float
-    """How much longer the slowest of the ranks needs with which it is compared."""
+    """Time that the slowest of the ranks with which it is compared needs beyond this one's."""
     ratio: float
     """Multiple of the median."""
     text: str = ""

@@ -30,9 +30,10 @@ from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.models.mpt import Block
 from llmfoundry_lite.ranks.exchange import all_gather_distinct
+from llmfoundry_lite.ranks.output import say
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.run_folder import RunFolder
-from llmfoundry_lite.training.slow_ranks import OwnTime, SlowRanks, metrics_of
+from llmfoundry_lite.training.slow_ranks import SLOW_RANK, OwnTime, SlowRanks, metrics_of
 
 MICROSECONDS = 1_000_000
 """In a second. The sum over ranks is one of integers."""
@@ -62,11 +63,11 @@ class RankTimes(Callback):
     _marks: list[Any] = field(default_factory=list)
     """Beginnings and ends of forward passes, in turn: CUDA events, or seconds of the clock."""
     _began_at: float = 0.0
-    """When the batch began."""
+    """Time at which the batch began."""
     _forward_began_at: float | None = None
-    """When the batch's first forward pass began; None before."""
+    """Time at which the batch's first forward pass began; None before."""
     _ended_at: float = 0.0
-    """When Composer had counted the batch."""
+    """Time at which Composer had counted the batch."""
 
     def __post_init__(self) -> None:
         """Let the ranks' times take part in the sum at the end of a batch."""
@@ -169,8 +170,9 @@ class RankTimes(Callback):
         slowest_read_seconds = max(own.data for own in own_times)
         batch_seconds = self.agreement.arrived_at - self._began_at + slowest_read_seconds
         reports = self.slow_ranks.compare(own_times)
-        lines = self.slow_ranks.judge(batch, reports, batch_seconds)
-        for line in lines:
-            print(printable(line), flush=True)
+        news = self.slow_ranks.note_reports(batch, reports, batch_seconds)
+        for text, event in news:
+            level = "warning" if event == SLOW_RANK else "info"
+            say(printable(text), event, {"level": level})
         logger.log_metrics(metrics_of(reports[0]))
-        self.run_folder.note_ranks(self.slow_ranks.facts(batch, reports), is_news=bool(lines))
+        self.run_folder.note_ranks(self.slow_ranks.facts(batch, reports), is_news=bool(news))

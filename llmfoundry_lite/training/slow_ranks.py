@@ -22,6 +22,8 @@ CHECKS = {
     "host": "check other programs on its CPUs, and callbacks of your own",
 }
 """Part that takes more time than on other ranks -> what to do about it."""
+SLOW_RANK, RECOVERED = "slow_rank", "ranks_recovered"
+"""Names of the events, as alerts have them."""
 
 
 class OwnTime(NamedTuple):
@@ -52,11 +54,11 @@ class RankReport:
     median_seconds: float
     """The lower median of the sums."""
     waiting_seconds: float
-    """How much longer the slowest of these ranks needs."""
+    """Time that the slowest of these ranks needs beyond this one's."""
 
     @property
     def ratio(self) -> float:
-        """How many times the median this rank needs."""
+        """Multiple of the median that this rank needs."""
         return self.own.total / max(self.median_seconds, 1e-6)
 
     def as_json(self) -> dict[str, Any]:
@@ -68,6 +70,14 @@ class RankReport:
             "waiting_seconds": round(self.waiting_seconds, 6),
             "ratio": round(self.ratio, 3),
         }
+
+
+class RankNews(NamedTuple):
+    """A line to print about a rank."""
+
+    text: str
+    event: str
+    """SLOW_RANK or RECOVERED."""
 
 
 class SlowRanks:
@@ -125,8 +135,8 @@ class SlowRanks:
                 reports.append(report)
         return sorted(reports, key=lambda report: report.ratio, reverse=True)
 
-    def judge(self, batch: int, reports: Sequence[RankReport], batch_seconds: float) -> list[str]:
-        """Take the reports of a batch, and return lines about ranks that have become slow, or have recovered.
+    def note_reports(self, batch: int, reports: Sequence[RankReport], batch_seconds: float) -> list[RankNews]:
+        """Take the reports of a batch, and return what to print about ranks that have become slow, or have recovered.
 
         `batch_seconds` is the time that the batch took. Changes `named`.
         """
@@ -156,12 +166,13 @@ class SlowRanks:
                 self._lines[rank] = self._describe_slow(report)
                 became_slow.append(report)
 
-        lines = [self._lines[report.rank] for report in became_slow[:MAX_RANKS_LISTED]]
-        lines += [_describe_recovered(report) for report in recovered[:MAX_RANKS_LISTED]]
-        num_left_out = len(became_slow) + len(recovered) - len(lines)
+        news = [RankNews(self._lines[report.rank], SLOW_RANK) for report in became_slow[:MAX_RANKS_LISTED]]
+        news += [RankNews(_describe_recovered(report), RECOVERED) for report in recovered[:MAX_RANKS_LISTED]]
+        num_left_out = len(became_slow) + len(recovered) - len(news)
         if num_left_out:
-            lines.append(f"{num_left_out} more ranks have become slow, or have recovered")
-        return lines
+            event = SLOW_RANK if len(became_slow) > MAX_RANKS_LISTED else RECOVERED
+            news.append(RankNews(f"{num_left_out} more ranks have become slow, or have recovered", event))
+        return news
 
     def _describe_slow(self, report: RankReport) -> str:
         """Return a line about a slow rank: how slow, in which part, since when, and what to do next."""

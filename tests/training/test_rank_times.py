@@ -25,7 +25,7 @@ from llmfoundry_lite.training import rank_times
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.builders import build_rank_times
 from llmfoundry_lite.training.rank_times import RankTimes
-from llmfoundry_lite.training.slow_ranks import MAX_RANKS_LISTED, OwnTime, SlowRanks, metrics_of
+from llmfoundry_lite.training.slow_ranks import MAX_RANKS_LISTED, SLOW_RANK, OwnTime, SlowRanks, metrics_of
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
@@ -38,8 +38,8 @@ def ranks(hosts, *, stages=None, threshold=1.4, num_reports=3):
     return SlowRanks(hosts, stages or [0] * len(hosts), threshold=threshold, num_reports=num_reports)
 
 
-def judge(slow_ranks, batch, *own_times, batch_seconds=BATCH_SECONDS):
-    return slow_ranks.judge(batch, slow_ranks.compare(own_times), batch_seconds)
+def report(slow_ranks, batch, *own_times, batch_seconds=BATCH_SECONDS):
+    return [text for text, _ in slow_ranks.note_reports(batch, slow_ranks.compare(own_times), batch_seconds)]
 
 
 # -------------------------------------------------------------------------------------------------------- who is slow
@@ -47,23 +47,23 @@ def judge(slow_ranks, batch, *own_times, batch_seconds=BATCH_SECONDS):
 
 def test_a_rank_is_named_once_after_three_slow_reports_in_a_row():
     slow_ranks = ranks(["a", "a", "b", "b"])
-    assert judge(slow_ranks, 100, EVEN, EVEN, EVEN, SLOW) == []
-    assert judge(slow_ranks, 200, EVEN, EVEN, EVEN, EVEN) == []
+    assert report(slow_ranks, 100, EVEN, EVEN, EVEN, SLOW) == []
+    assert report(slow_ranks, 200, EVEN, EVEN, EVEN, EVEN) == []
     for batch in (300, 400):
-        assert judge(slow_ranks, batch, EVEN, EVEN, EVEN, SLOW) == []
-    assert judge(slow_ranks, 500, EVEN, EVEN, EVEN, SLOW) == [
+        assert report(slow_ranks, batch, EVEN, EVEN, EVEN, SLOW) == []
+    assert report(slow_ranks, 500, EVEN, EVEN, EVEN, SLOW) == [
         "rank 3 on b is slow: 1.9 times the median's own time (0.420 s of 0.220 s; forward 0.400 s, data 0.010 s, host "
         "0.010 s) in 3 reports since batch 300; next: check its device and other programs there (llmfoundry-lite "
         "doctor); to leave the node out, run the same command again without it (srun --exclude=b)"
     ]
-    assert judge(slow_ranks, 600, EVEN, EVEN, EVEN, SLOW) == []
+    assert report(slow_ranks, 600, EVEN, EVEN, EVEN, SLOW) == []
 
 
 def test_a_slow_rank_has_recovered_after_as_many_sound_reports_in_a_row():
     slow_ranks = ranks(["a", "a", "a"])
     for batch in range(3):
-        judge(slow_ranks, batch, EVEN, SLOW, EVEN)
-    lines = [judge(slow_ranks, batch, EVEN, own, EVEN) for batch, own in enumerate((EVEN, EVEN, SLOW, *[EVEN] * 3), 3)]
+        report(slow_ranks, batch, EVEN, SLOW, EVEN)
+    lines = [report(slow_ranks, batch, EVEN, own, EVEN) for batch, own in enumerate((EVEN, EVEN, SLOW, *[EVEN] * 3), 3)]
     assert lines[:5] == [[]] * 5
     assert lines[5] == ["rank 1 on a is no longer slow: 1.0 times the median's own time (0.220 s of 0.220 s)"]
     assert slow_ranks.facts(8, slow_ranks.compare([EVEN] * 3))["slow_ranks"] == []
@@ -78,14 +78,14 @@ def test_a_slow_rank_has_recovered_after_as_many_sound_reports_in_a_row():
 )
 def test_advice_is_about_the_part_that_is_slow_and_one_node_is_not_left_out(own, advice):
     slow_ranks = ranks(["a", "a"], num_reports=1)
-    (line,) = judge(slow_ranks, 100, EVEN, own)
+    (line,) = report(slow_ranks, 100, EVEN, own)
     assert line.endswith(f"next: {advice}")
 
 
 def test_a_difference_that_a_batch_does_not_feel_is_none():
     slow_ranks = ranks(["a", "a"], num_reports=1)
-    assert judge(slow_ranks, 100, EVEN, SLOW, batch_seconds=4.1) == []
-    assert len(judge(slow_ranks, 200, EVEN, SLOW, batch_seconds=3.9)) == 1
+    assert report(slow_ranks, 100, EVEN, SLOW, batch_seconds=4.1) == []
+    assert len(report(slow_ranks, 200, EVEN, SLOW, batch_seconds=3.9)) == 1
 
 
 def test_ranks_are_compared_within_their_stage_of_a_pipeline():
@@ -99,7 +99,9 @@ def test_of_a_thousand_ranks_the_slowest_are_listed():
     slow_ranks = ranks([f"n{rank // 8}" for rank in range(1000)], num_reports=1)
     own_times = [OwnTime(0.2 + 0.001 * rank, 0, 0) for rank in range(1000)]
     reports = slow_ranks.compare(own_times)
-    lines = slow_ranks.judge(100, reports, BATCH_SECONDS)
+    news = slow_ranks.note_reports(100, reports, BATCH_SECONDS)
+    lines = [text for text, _ in news]
+    assert {event for _, event in news} == {SLOW_RANK}
     assert lines[0].startswith("rank 999 on n124 is slow: 1.7 times")
     assert len(lines) == MAX_RANKS_LISTED + 1 and lines[-1].endswith("more ranks have become slow, or have recovered")
     facts = slow_ranks.facts(100, reports)
@@ -163,6 +165,18 @@ def test_rank_0_knows_every_host(monkeypatch):
     slow_ranks = build(monkeypatch, rank=0).slow_ranks
     assert slow_ranks is not None and slow_ranks.hosts == ["a", "b", "a"]
     assert build(monkeypatch).slow_ranks is None
+
+
+def test_lines_about_ranks_are_events_of_a_console_of_json(monkeypatch):
+    said = []
+    monkeypatch.setattr(rank_times, "say", lambda text, event, facts: said.append((text[:16], event, facts["level"])))
+    times = build(monkeypatch, rank=0)
+    times.run_folder = cast(Any, SimpleNamespace(note_ranks=lambda facts, is_news: None))
+    logger = cast(Any, SimpleNamespace(log_metrics=lambda metrics: None))
+    for own_seconds in [9.0] * 3 + [1.0] * 3:
+        times.agreement.own_times = [1_000_000, 0, 0, round(own_seconds * 1_000_000), 0, 0, 1_000_000, 0, 0]
+        times.batch_checkpoint(state_at(2), logger)
+    assert said == [("rank 1 on b is s", "slow_rank", "warning"), ("rank 1 on b is n", "ranks_recovered", "info")]
 
 
 def test_hooks_are_on_blocks_only_while_a_batch_is_measured(monkeypatch):
