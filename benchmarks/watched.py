@@ -57,7 +57,7 @@ class Launch(NamedTuple):
     num_alerts: int
     """Alerts that were received."""
     num_readings: int
-    """How often the metrics were read."""
+    """Number of times that the metrics were read."""
 
 
 def run(

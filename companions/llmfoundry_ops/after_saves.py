@@ -1,8 +1,8 @@
 """LLM Foundry's `hf_checkpointer` and `generate_callback`: jobs that read published checkpoints beside the training.
 
-`AfterSaves` is the callback of both. Rank 0 starts a process (`one_checkpoint.py`) that reads the checkpoint's files on
-the CPU, and checks after each batch whether it has ended. One job runs at a time. Checkpoints that wait for their job
-are not removed. The process ends with rank 0.
+`JobsAfterSaves` is the callback of both. Rank 0 starts a process (`one_checkpoint.py`) that reads the checkpoint's
+files on the CPU, and checks after each batch whether it has ended. One job runs at a time. Checkpoints that wait for
+their job are not removed. The process ends with rank 0.
 """
 
 import json
@@ -53,7 +53,7 @@ class Job:
     """End of that line: what the user can do instead."""
 
 
-class AfterSaves(Callback):
+class JobsAfterSaves(Callback):
     """Runs a job for the first checkpoint published at or after each multiple of `interval`, and for the run's last.
 
     Only rank 0 has jobs. On the other ranks, the callback does nothing.
@@ -179,7 +179,7 @@ class AfterSaves(Callback):
         print(printable(line), flush=True)
 
 
-def build_hf_checkpointer(config: TrainConfig, checkpointing: Checkpointing) -> AfterSaves:
+def build_hf_checkpointer(config: TrainConfig, checkpointing: Checkpointing) -> JobsAfterSaves:
     """Build the callback that exports checkpoints as Hugging Face folders.
 
     Raises ConfigError if the model has no Hugging Face format.
@@ -205,10 +205,10 @@ def build_hf_checkpointer(config: TrainConfig, checkpointing: Checkpointing) -> 
             remedy=f"`llmfoundry-lite checkpoint export {url} OUT` makes up for it",
         )
 
-    return AfterSaves(block.save_interval, checkpointing, job_of)
+    return JobsAfterSaves(block.save_interval, checkpointing, job_of)
 
 
-def build_generate(config: TrainConfig, checkpointing: Checkpointing) -> AfterSaves:
+def build_generate(config: TrainConfig, checkpointing: Checkpointing) -> JobsAfterSaves:
     """Build the callback that generates texts with checkpoints, into GENERATIONS in the run folder."""
     block = config.callbacks.generate_callback
     assert block is not None
@@ -229,4 +229,4 @@ def build_generate(config: TrainConfig, checkpointing: Checkpointing) -> AfterSa
             remedy=f"`llmfoundry-lite generate {url}` writes some",
         )
 
-    return AfterSaves(block.interval, checkpointing, job_of)
+    return JobsAfterSaves(block.interval, checkpointing, job_of)

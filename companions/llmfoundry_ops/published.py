@@ -168,8 +168,8 @@ def read_newest_launch(root: Folder) -> NewestLaunch:
     epochs = find_epochs(names)
     record = read_record(root, epochs[-1]) if epochs else None
     early_end = _read_early_end(root) if EARLY_END in names else None
-    is_undone = record is not None and record.status == "done"  # a later mistake does not undo that
-    return NewestLaunch(record, None if is_undone else early_end)
+    is_run_done = record is not None and record.status == "done"  # a later mistake does not undo that
+    return NewestLaunch(record, None if is_run_done else early_end)
 
 
 def _read_early_end(root: Folder) -> LaunchRecord | None:

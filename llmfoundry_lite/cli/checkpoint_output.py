@@ -1,4 +1,4 @@
-"""What the commands `llmfoundry-lite checkpoint` print: lists of checkpoints, facts about one, progress. No torch."""
+"""Output of the commands `llmfoundry-lite checkpoint`: lists of checkpoints, facts about one, progress. No torch."""
 
 import contextlib
 import math

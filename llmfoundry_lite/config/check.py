@@ -35,7 +35,7 @@ TOKENIZER_OPTIONS = ("model_max_length", "pad_token", "padding_side", "use_fast"
 """LLM Foundry's options that are checked, or that change no token id."""
 
 ALERT_SECONDS = 5
-"""How long the end of a launch waits for its last alert, after `preemption_grace_seconds`."""
+"""Time that the end of a launch waits for its last alert, after `preemption_grace_seconds`."""
 MAX_GRACE_SECONDS = 25
 """`composer` (its launcher's CLEANUP_TIMEOUT) and torchrun give their ranks 30 seconds from the first signal."""
 

@@ -447,7 +447,7 @@ class TrainConfig:
         ),
     )
     stragglers: StragglersConfig | None = setting(StragglersConfig, change="freely")
-    """When ranks that are slower than others are named; null: never."""
+    """Names ranks that are slower than others; null: does not."""
     console_format: str = setting("text", choices="text json", change="freely")
     """json: each line that a launch prints is a JSON object, for programs that collect logs. Not for `lf.train`."""
     alerts: AlertsConfig | None = setting(None, change="freely")

@@ -96,7 +96,7 @@ class Agreement:
         """Sums of what ranks passed by `take_own_times` at the last end of a batch."""
         # Clocks of this rank at the last end of a batch, for `RankTimes`.
         self.arrived_at = 0.0
-        """When `end_batch` was called, by `time.perf_counter`."""
+        """Time at which `end_batch` was called, by `time.perf_counter`."""
         self.read_seconds = 0.0
         """Time that reading the next batch has taken."""
         # What this rank has read ahead.
@@ -105,7 +105,7 @@ class Agreement:
         self._batch: Any = None
         """This rank's part of the upcoming batch."""
         self._error: Exception | None = None
-        """Why this rank could not read the upcoming batch."""
+        """The error with which this rank could not read the upcoming batch."""
         self._has_failed = False
         """Some rank could not read it."""
 

@@ -23,9 +23,9 @@ from llmfoundry_lite.training.after_save import AfterSave
 IN_FALLBACK = "checkpoint/in_save_fallback"
 """Key in the record of a batch, 1 where a save was found to be published in `save_fallback`."""
 POLL_SECONDS = 0.5
-"""How often ranks that wait for a copy at the end of the run meet in a collective."""
+"""Time between two collectives of ranks that wait for a copy at the end of the run."""
 NOT_RENEWED = "the lease there cannot be renewed"
-"""Why saves go to the second place before one has failed in the first."""
+"""Reason for which saves go to the second place before one has failed in the first."""
 
 
 def describe_missing_save(config: TrainConfig, start: Start) -> str:

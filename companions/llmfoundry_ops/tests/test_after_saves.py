@@ -20,7 +20,7 @@ from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
-from llmfoundry_ops.after_saves import AfterSaves, Job
+from llmfoundry_ops.after_saves import Job, JobsAfterSaves
 from tests.checkpoint.s3_server import s3_server
 from tests.checkpoint.saves import names, save
 from tests.helpers.runs import run, saved_names, status
@@ -93,7 +93,7 @@ def test_checkpoints_and_exports_may_lie_on_s3(tmp_path, data):
 def test_too_many_that_wait_are_passed_over_but_for_the_last(monkeypatch, capfd):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     there: Any = SimpleNamespace(published_batch=0, in_use=set(), newest_url="c/ba0")
-    callback = AfterSaves(Duration(1, "ba"), there, lambda name, url: Job(name=name, **WORDS))
+    callback = JobsAfterSaves(Duration(1, "ba"), there, lambda name, url: Job(name=name, **WORDS))
     for there.published_batch in range(1, 6):
         callback._add()
     assert there.in_use == {"ba1", "ba2", "ba3", "ba4"}
@@ -102,7 +102,7 @@ def test_too_many_that_wait_are_passed_over_but_for_the_last(monkeypatch, capfd)
     assert [job.name for job in callback.jobs][-1] == "ba5"
 
 
-class Reads(AfterSaves):
+class Reads(JobsAfterSaves):
     """Its process reads ba3 until its input ends, and others at once."""
 
     def _start(self, job: Job) -> None:
@@ -112,7 +112,7 @@ class Reads(AfterSaves):
 
 
 def test_a_checkpoint_that_is_being_read_is_kept_and_then_removed(tmp_path, monkeypatch):
-    """The names that `AfterSaves` notes are those that retention keeps."""
+    """The names that `JobsAfterSaves` notes are those that retention keeps."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     changes = {"run_folder": str(tmp_path / "run"), "save_num_checkpoints_to_keep": 1}
     config = load_train_config([write_config(tmp_path / "tiny.yaml", tiny_config(tmp_path / "data", **changes))]).config
@@ -152,7 +152,7 @@ def test_a_launch_that_leaves_early_says_what_was_not_exported(monkeypatch, capf
         store=SimpleNamespace(root=SimpleNamespace(url="c")),
     )
     job = Job(name="ba4", **WORDS)
-    callback, nothing = AfterSaves(Duration(2, "ba"), leaving, lambda name, url: job), SimpleNamespace()
+    callback, nothing = JobsAfterSaves(Duration(2, "ba"), leaving, lambda name, url: job), SimpleNamespace()
     child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
     callback.process, callback.jobs, callback.last_batch = child, [job], 4
     callback.close(nothing, nothing)  # type: ignore[arg-type]
