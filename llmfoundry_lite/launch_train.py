@@ -316,7 +316,8 @@ def check_access_to_saves(config: TrainConfig, *, is_launcher: bool = False) -> 
     """
     if this_rank().rank != 0:
         return
-    with refusals_recorded(lambda: Path(config.run_folder), partial(publish_early_end, config)):
+    publish = partial(publish_early_end, config)
+    with refusals_recorded(lambda: Path(config.run_folder), publish, creates_folder=True):
         try:
             check_access(config)
         except CheckpointError as error:

@@ -168,7 +168,10 @@ def has_lost_batches(status: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def refusals_recorded(
-    find_folder: Callable[[], Path | None], publish: Callable[[str, str], None] = lambda status, reason: None
+    find_folder: Callable[[], Path | None],
+    publish: Callable[[str, str], None] = lambda status, reason: None,
+    *,
+    creates_folder: bool = False,
 ) -> Iterator[None]:
     """Record in status.json why the block fails, for a launch that has not written its own status yet.
 
@@ -176,8 +179,9 @@ def refusals_recorded(
     because the launcher ends the others, which may never fail themselves. The error is raised again.
 
     `find_folder` returns the run directory, or None to record nothing. Without a status of an earlier launch, nothing
-    is recorded either, with two exceptions: a launch that is observed, and a launch over several nodes by `srun`. When
-    that ends the ranks of the other nodes, they read there that this one has failed.
+    is recorded either, with three exceptions: a launch that is observed; a launch over several nodes by `srun`, because
+    the ranks of the other nodes read there that this one has failed; and a block that may create the run directory
+    (`creates_folder`), because the configuration, which names it, is known to be right.
 
     `publish` is called on the same rank with the status and the reason, unless `find_folder` returns None.
     """
@@ -185,11 +189,13 @@ def refusals_recorded(
         yield
     except (Exception, ending.AnotherFailedError) as error:
         with contextlib.suppress(OSError, RuntimeError):  # a disk or the process group's store may be gone
-            _record_refusal(error, find_folder(), publish)
+            _record_refusal(error, find_folder(), publish, creates_folder=creates_folder)
         raise
 
 
-def _record_refusal(error: BaseException, folder: Path | None, publish: Callable[[str, str], None]) -> None:
+def _record_refusal(
+    error: BaseException, folder: Path | None, publish: Callable[[str, str], None], *, creates_folder: bool
+) -> None:
     """Write this launch's early end into the run directory `folder`, and publish it, if this rank is to do it.
 
     `refusals_recorded` explains which rank does, and when nothing is recorded. Sets `error.has_lost` of a UserError on
@@ -213,7 +219,7 @@ def _record_refusal(error: BaseException, folder: Path | None, publish: Callable
     reason = ending.describe_cause(error)
 
     is_known_run = (folder / STATUS).exists()
-    if step or is_known_run or is_observed:
+    if step or is_known_run or is_observed or creates_folder:
         more = {}
         if step:
             more = {"step": step, "rank": rank, "exit_code": ending.exit_code_of(error)}
