@@ -33,6 +33,9 @@ MAX_REASON_CHARACTERS = 2000
 """Characters of a reason that are kept. Linux passes no variable of more than 128 KiB to a program."""
 MAX_NAME_CHARACTERS = 40
 """Longest name of a checkpoint that is passed on."""
+STARTED = "started"
+"""Entry of a launch in ALERTS before its observer runs. It sends nothing. The next launch tells the end if
+nobody has."""
 ENDS = ("preempted", "failed", "ended")
 """Events with which a launch is over."""
 SAVES_RECOVERED = "saves_recovered"
@@ -119,8 +122,12 @@ class Untold:
 class Messages:
     """Makes the messages of a run, and keeps a record of them in its run folder."""
 
-    def __init__(self, run_name: str, folder: Path, events: list[str]):
-        """Read which events earlier launches have told. `events` are those that send a message."""
+    def __init__(self, run_name: str, folder: Path, events: list[str], observer_id: str | None = None):
+        """Read which events earlier launches have told.
+
+        events: those that send a message.
+        observer_id: what the launch has recorded itself with; None for a new one.
+        """
         self.run_name = run_name
         self.folder = folder
         self.events = {*events}
@@ -135,9 +142,9 @@ class Messages:
         """The last batch of a loss spike that was told."""
         self.ended_batch: int | None = None
         """Batch of the newest event `ended`."""
-        self._observer_id = uuid.uuid4().hex
+        self._observer_id = observer_id or new_observer_id()
         """Tells this launch's entries in the record from those of others."""
-        for entry in _read_record(folder / ALERTS):
+        for entry in read_record(folder / ALERTS):
             self._take(entry)
 
     def tell(
@@ -205,22 +212,19 @@ class Messages:
         """
         began: list[str] = []
         ended: set[str] = set()
-        for entry in _read_record(self.folder / ALERTS):
+        for entry in read_record(self.folder / ALERTS):
             observer_id = entry.get("observer")
             if not isinstance(observer_id, str) or observer_id == self._observer_id:
                 continue
-            if entry.get("event") == "began":
+            if entry.get("event") in (STARTED, "began") and observer_id not in began:
                 began.append(observer_id)
             elif entry.get("event") in ENDS:
                 ended.add(observer_id)
         return [Untold(each, is_newest=each == began[-1]) for each in began if each not in ended]
 
     def record(self, entry: dict[str, Any]) -> None:
-        """Append a line to the record. A disk that is full or read-only does not prevent a message."""
-        with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.folder / ALERTS, "a", opener=open_no_link) as file:
-                file.write(json.dumps(entry) + "\n")
+        """Append a line to the record."""
+        append_record(self.folder, entry)
 
     def _take(self, entry: dict[str, Any]) -> None:
         """Update what is remembered from an entry of the record."""
@@ -236,11 +240,27 @@ class Messages:
             self.ended_batch = batch
 
 
-def _read_record(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entries at the end of a record. Lines that are not JSON objects are skipped."""
+def new_observer_id() -> str:
+    """Return text that tells the entries of one launch from those of others."""
+    return uuid.uuid4().hex
+
+
+def append_record(folder: Path, entry: dict[str, Any]) -> None:
+    """Append a line to the record of a run. A disk that is full or read-only does not prevent a message."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / ALERTS, "a", opener=open_no_link) as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def read_record(path: Path, begin: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a record from byte `begin` on, but only the last MAX_REMEMBERED_BYTES.
+
+    Lines that are not JSON objects are skipped.
+    """
     content = b""
     with suppress(OSError), open(path, "rb", opener=open_no_link) as file:
-        file.seek(max(0, path.stat().st_size - MAX_REMEMBERED_BYTES))
+        file.seek(max(begin, path.stat().st_size - MAX_REMEMBERED_BYTES))
         content = file.read(MAX_REMEMBERED_BYTES)
     for line in content.splitlines():
         with suppress(ValueError):

@@ -8,6 +8,8 @@ when `close` writes another line, or when the pipe closes because this process h
 import json
 import subprocess
 import sys
+import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ from llmfoundry_lite.checkpoint.run_log import number_of
 from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.config.load_train import Observed
 from llmfoundry_lite.ranks.identity import describe_this_process
+from llmfoundry_lite.ranks.output import say
 from llmfoundry_lite.ranks.status import LAUNCHES, read_status
-from llmfoundry_ops.alerts import name_of_save
+from llmfoundry_ops.alerts import ALERTS, STARTED, append_record, name_of_save, new_observer_id, read_record
 from llmfoundry_ops.processes import start_module
 
 CLOSE_SECONDS = 5.0
@@ -35,8 +38,17 @@ class Observer:
     def __init__(self, launch: Observed):
         """Start the process. If that fails, a line says so, and the launch goes on."""
         self._process: subprocess.Popen[bytes] | None = None
+        self._record = launch.run_folder / ALERTS
+        self._num_record_bytes = 0
+        """Bytes of the record of messages before this launch."""
+        with suppress(OSError):
+            self._num_record_bytes = self._record.stat().st_size
         try:
-            self._process = _start(_describe(launch))
+            observer_id = new_observer_id()
+            self._process = _start(_describe(launch, observer_id))
+            if launch.alerts is not None:
+                # The process takes seconds to import on a busy machine, and may end with the launch before that.
+                append_record(launch.run_folder, {"time": time.time(), "event": STARTED, "observer": observer_id})
         except OSError as error:
             print(f"warning: no alerts and no metrics: {error.strerror or error}", file=sys.stderr, flush=True)
 
@@ -54,11 +66,42 @@ class Observer:
         with suppress(OSError):
             process.stdin.write(json.dumps(reason_to_leave).encode() + b"\n")
             process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
+        is_late = False
+        try:
             process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            is_late = True
+        warning = describe_undelivered(self._record, self._num_record_bytes, is_late=is_late)
+        if warning:
+            with suppress(OSError, RuntimeError):  # RuntimeError: a signal has interrupted another print
+                say(f"warning: {warning}", facts={"level": "warning"}, file=sys.stderr)
 
 
-def _describe(launch: Observed) -> bytes:
+def describe_undelivered(record: Path, num_bytes_before: int, *, is_late: bool) -> str:
+    """Return a text about messages of a launch that were not delivered; empty if all were.
+
+    record: the run's record of messages, which has no addresses. It is read from `num_bytes_before` on.
+    is_late: whether messages are still being tried.
+    """
+    num_messages: Counter[str] = Counter()
+    errors: dict[str, list[str]] = {}
+    for entry in read_record(record, num_bytes_before):
+        receiver, error = entry.get("receiver"), entry.get("error")
+        if not isinstance(receiver, str):
+            continue
+        num_messages[receiver] += 1
+        if isinstance(error, str):
+            errors.setdefault(receiver, []).append(error)
+
+    parts = []
+    for receiver, texts in errors.items():
+        parts.append(f"{len(texts)} of {num_messages[receiver]} messages to {receiver} not delivered: {texts[-1]}")
+    if is_late:
+        parts.append("the last message is not delivered yet, and is tried for another minute")
+    return f"alerts: {'; '.join(parts)}; see {record}" if parts else ""
+
+
+def _describe(launch: Observed, observer_id: str = "") -> bytes:
     """Return what the process has to know, as a line of JSON: the launch, and the run folder as it is before it.
 
     Raises OSError if that is too long.
@@ -74,6 +117,7 @@ def _describe(launch: Observed) -> bytes:
         "metrics_port": launch.metrics_port,
         "metrics_host": launch.metrics_host,
         "process": describe_this_process(),
+        "observer": observer_id,
         "status_before": _read_status_before(launch.run_folder),
         "num_launch_bytes": num_launch_bytes,
     }

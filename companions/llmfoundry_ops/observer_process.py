@@ -110,7 +110,7 @@ class LaunchObserver:
         if description["alerts"] is not None:
             self._alerts = AlertsConfig(**description["alerts"])
         events = self._alerts.events if self._alerts is not None else []
-        self.messages = Messages(description["run_name"], self.folder, events)
+        self.messages = Messages(description["run_name"], self.folder, events, description.get("observer"))
         self._spikes = LossSpikes(self._alerts.loss_spike if self._alerts is not None else 0.0)
         self._send = send
         self._clock = clock

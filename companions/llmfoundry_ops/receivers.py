@@ -30,6 +30,10 @@ PAUSES_SECONDS = (1.0, 5.0, 15.0, 60.0)
 """Pauses before further attempts; the last one repeats."""
 RETRY_SECONDS = 1800.0
 """How long a message is tried again while the launch goes on."""
+MAX_UNANSWERED = 3
+"""How often a message is sent that a server took and did not answer in time. It may have arrived each time."""
+OLD_SECONDS = 30.0
+"""How long messages before the last one are tried after the launch has ended. The last says how it has."""
 LASTING_CODES = range(300, 500)
 """HTTP codes that another attempt would get again: the address is wrong or refused. 408 and 429 are exceptions."""
 CODES_THAT_PASS = (408, 429)
@@ -41,6 +45,10 @@ class UndeliveredError(Exception):
 
 class LastingError(UndeliveredError):
     """A receiver refuses a message, and would refuse it again."""
+
+
+class UnansweredError(UndeliveredError):
+    """A server took a message and did not answer in time, so that it may have arrived."""
 
 
 class Receiver:
@@ -55,6 +63,8 @@ class Receiver:
         self._is_closing = threading.Event()
         self._deadline = float("inf")
         """Monotonic time after which nothing is tried again."""
+        self._old_deadline = float("inf")
+        """The same for all messages but the last."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -65,6 +75,7 @@ class Receiver:
     def close(self, deadline: float) -> None:
         """Let the thread end when all messages are delivered, or at a monotonic time `deadline`. Does not wait."""
         self._deadline = deadline
+        self._old_deadline = min(deadline, time.monotonic() + OLD_SECONDS)
         self._queue.put(None)
         self._is_closing.set()  # ends a long pause: now is the last chance
 
@@ -83,6 +94,9 @@ class Receiver:
 
     def _deliver(self, alert: Alert) -> str | None:
         """Deliver a message, with retries. Returns why it could not be delivered, or None."""
+        num_unanswered = 0
+        if self._is_too_late():
+            return "the launch has ended, and the receiver was late; left out for the messages after it"
         budget = Budget(PAUSES_SECONDS, seconds=RETRY_SECONDS, began=time.monotonic())
         while True:
             try:
@@ -90,15 +104,26 @@ class Receiver:
                 return None
             except LastingError as error:
                 return str(error)
+            except UnansweredError as error:
+                num_unanswered += 1
+                text = f"{error}, {num_unanswered} times; it may have arrived"
+                if num_unanswered == MAX_UNANSWERED:
+                    return text
             except Exception as error:  # of any client
                 text = _describe(error)
             pause_seconds = budget.pause(time.monotonic())
-            if pause_seconds is None or time.monotonic() >= self._deadline:
+            if pause_seconds is None or time.monotonic() >= self._deadline or self._is_too_late():
                 return text
             if self._is_closing.is_set():
                 time.sleep(min(pause_seconds, PAUSES_SECONDS[0]))
             else:
                 self._is_closing.wait(pause_seconds)
+
+    def _is_too_late(self) -> bool:
+        """Return whether the message that is being delivered delays the last one for too long."""
+        if not self._is_closing.is_set() or time.monotonic() < self._old_deadline:
+            return False
+        return self._queue.qsize() > 1  # the end of the queue counts as one
 
 
 def _describe(error: Exception) -> str:
@@ -129,6 +154,8 @@ def post(url: str, alert: Alert) -> None:
     try:
         with opener.open(request, timeout=ATTEMPT_SECONDS):
             pass
+    except TimeoutError:  # urllib wraps one that comes before the message is sent
+        raise UnansweredError(f"the server did not answer within {ATTEMPT_SECONDS:g} s") from None
     except urllib.error.HTTPError as error:
         error.close()
         if error.code in LASTING_CODES and error.code not in CODES_THAT_PASS:

@@ -13,7 +13,7 @@ from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.ranks.ending import LOST_CONTACT
 from llmfoundry_lite.ranks.identity import describe_process
 from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, read_status, write_ended_early, write_status
-from llmfoundry_ops.alerts import ALERTS, IN_A_ROW, WINDOW, LossSpikes
+from llmfoundry_ops.alerts import ALERTS, IN_A_ROW, STARTED, WINDOW, LossSpikes, append_record
 from llmfoundry_ops.faults import FaultRecord
 from llmfoundry_ops.observer_process import FALLBACK_SECONDS, TOLD_LATE, LaunchObserver
 from llmfoundry_ops.rank_times import MAX_RANKS, read_rank_times, read_slow_ranks
@@ -380,6 +380,15 @@ def test_the_end_of_a_launch_whose_observer_died_is_told_by_the_next(folder):
     launch = Launch(folder)
     launch.write("running", 4)
     assert launch.look() == ["began"]
+
+
+def test_the_end_of_a_launch_is_told_if_its_observer_had_not_even_begun(folder):
+    append_record(folder, {"time": 1.0, "event": STARTED, "observer": "first"})
+    launch = Launch(folder)
+    launch.train(1)
+    launch.look()
+    assert launch.events == ["began", "failed"] and TOLD_LATE in str(launch.told[-1].reason)
+    assert "more before it" not in launch.told[-1].text
 
 
 def test_the_end_of_a_launch_is_told_also_if_a_refused_one_came_between(folder):

@@ -33,7 +33,7 @@ def test_the_trial_of_the_page_is_a_launch(monkeypatch):
     monkeypatch.setenv("ALERT_URL", "https://example.org/hunter2")
     (words,) = re.findall(r"^ALERT_URL=\S+ llmfoundry-lite train (.+)$", PAGE, re.MULTILINE)
     config = load_train_config([word.replace("'", "") for word in re.findall(r"(?:'[^']*'|\S)+", words)], {}).config
-    assert config.alerts is not None and config.alerts.events == ["began", "ended"]
+    assert config.alerts is not None and config.alerts.events == ["began", "failed", "ended"]
 
 
 def test_the_page_lists_every_event_metric_and_field():

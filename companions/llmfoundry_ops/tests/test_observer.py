@@ -24,7 +24,7 @@ from llmfoundry_lite.ranks import status
 from llmfoundry_lite.ranks.ending import raise_when_interrupted
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 from llmfoundry_lite.ranks.status import read_status, write_status
-from llmfoundry_ops.observer import MAX_DESCRIPTION_BYTES, _describe
+from llmfoundry_ops.observer import MAX_DESCRIPTION_BYTES, _describe, describe_undelivered
 from llmfoundry_ops.tests.receiving import receiving
 from tests.helpers.launch import PATHS, ROOT
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
@@ -94,8 +94,16 @@ def test_the_end_is_told_before_the_launch_exits_and_sigterm_does_not_prevent_it
     for child in psutil.Process(launch.pid).children():
         child.terminate()
     _, errors = launch.communicate(timeout=DEADLINE_SECONDS)
-    assert launch.returncode == 0, errors
+    assert (launch.returncode, errors) == (0, "")
     assert server.events == ["began", "ended"]
+
+
+def test_a_receiver_that_refuses_is_told_on_the_console(server, tmp_path):
+    server.codes = [404, 404]
+    launch = begin(server, tmp_path / "tiny", "done", events=ALL)
+    _, errors = launch.communicate(timeout=DEADLINE_SECONDS)
+    assert errors.startswith("warning: alerts: 2 of 2 messages to webhook not delivered: the server answered 404; see ")
+    assert launch.returncode == 0 and "hunter2" not in errors
 
 
 def test_a_launch_that_leaves_during_its_imports_was_preempted(server, tmp_path):
@@ -142,6 +150,19 @@ def test_a_receiver_that_hangs_delays_the_exit_by_seconds_alone(server, tmp_path
     assert time.monotonic() - began_at < 60
     server.may_answer.set()
     server.wait_for("ended")
+
+
+def test_messages_that_were_not_delivered_are_one_line_without_an_address(tmp_path):
+    record = tmp_path / "alerts.jsonl"
+    assert describe_undelivered(record, 0, is_late=False) == ""
+    before = '{"receiver": "webhook", "of": "began", "error": "the server answered 500"}\n'
+    ours = [{"event": "began"}, {"receiver": "webhook", "error": "the server answered 404"}]
+    ours += [{"receiver": "webhook", "error": None}, {"receiver": "command", "error": None}]
+    record.write_text(before + "".join(json.dumps(entry) + "\n" for entry in ours))
+    line = describe_undelivered(record, len(before), is_late=False)
+    assert line == f"alerts: 1 of 2 messages to webhook not delivered: the server answered 404; see {record}"
+    record.write_text("")
+    assert "is tried for another minute" in describe_undelivered(record, 0, is_late=True)
 
 
 class SignalledObserver:

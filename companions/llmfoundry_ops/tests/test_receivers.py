@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -103,7 +104,43 @@ def test_a_receiver_that_hangs_delays_no_other(server, alert, monkeypatch):
     slow.close(time.monotonic())
     slow.join(30)
     (error,) = slow_notes.wait()
-    assert "timed out" in error or "Timeout" in error
+    assert error.startswith("the server did not answer within 0.2 s, ") and error.endswith("; it may have arrived")
+
+
+def test_a_server_that_answers_too_late_gets_a_message_three_times_and_then_the_next(server, alert, monkeypatch):
+    monkeypatch.setattr(receivers, "ATTEMPT_SECONDS", 0.1)
+    monkeypatch.setattr(receivers, "PAUSES_SECONDS", (0.01,))
+    server.may_answer.clear()
+    notes = Notes()
+    receiver = Receiver("webhook", partial(post, server.url), notes)
+    receiver.put(alert)
+    receiver.put(alert)
+    assert len(notes.wait(2)) == 2
+    server.may_answer.set()
+    with server.has_changed:
+        assert server.has_changed.wait_for(lambda: len(server.alerts) >= 6, 60)
+    assert len(server.alerts) == 6
+    assert notes[0]["error"] == "the server did not answer within 0.1 s, 3 times; it may have arrived"
+
+
+def test_after_the_end_old_messages_do_not_delay_the_last(alert, monkeypatch):
+    monkeypatch.setattr(receivers, "PAUSES_SECONDS", (0.01,))
+    monkeypatch.setattr(receivers, "OLD_SECONDS", 0.05)
+    tried, notes = [], Notes()
+
+    def send(alert):
+        tried.append(alert.event)
+        if alert.event != "ended":
+            raise UndeliveredError("the server answered 503")
+
+    receiver = Receiver("webhook", send, notes)
+    for event in ("began", "failed_saves", "ended"):
+        receiver.put(replace(alert, event=event))
+    receiver.close(time.monotonic() + 60)
+    receiver.join(30)
+    first, second, last = notes.wait(3)
+    assert first == "the server answered 503" and "left out for the messages after it" in second and last is None
+    assert {*tried} == {"began", "ended"}
 
 
 def test_a_program_gets_the_message_and_no_shell_reads_it(tmp_path, alert, monkeypatch):
