@@ -97,7 +97,7 @@ class CheckedLaunch(NamedTuple):
     invocation: LoadedTrain
     """The configuration, the kind of dry run if it is one, and lines to print."""
     layout: Layout
-    """How the ranks divide the model and the samples."""
+    """Division of the model and the samples among the ranks."""
     preflight_result: preflight.Preflight
     """Findings of the checks about data and tokenizer."""
 

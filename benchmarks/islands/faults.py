@@ -117,7 +117,7 @@ WITHOUT_COORDINATOR = (KILL_COORDINATOR, FREEZE_COORDINATOR, ALL_WAYS)
 
 
 class Fault(NamedTuple):
-    """What one fault did, in seconds from its beginning."""
+    """Effects of one fault, in seconds from its beginning."""
 
     kind: str
     target: str

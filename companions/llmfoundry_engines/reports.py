@@ -42,7 +42,7 @@ MAX_ROWS_BYTES = 1 << 30
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """How far a part is. Bytes are those of the source on disk."""
+    """Progress of a part. Bytes are those of the source on disk."""
 
     part: str
     """The part as the option has it: `3/16`."""

@@ -66,13 +66,13 @@ MAX_FACTOR = 4.0
 VOCABULARY = 4096
 MAX_SEQ_LEN = 512
 VAL_FRACTION = 0.05
-"""How `init` prepares texts: with a small vocabulary and short samples, which suit a small model."""
+"""Arguments with which `init` prepares texts: with a small vocabulary and short samples, which suit a small model."""
 MEASUREMENT_SEED = 17
 """Seed of the measured models' weights. Any would do."""
 
 
 class WidthSpeed(NamedTuple):
-    """How fast this machine trains a model of one width.
+    """Speed at which this machine trains a model of one width.
 
     Work has two parts: the FLOPs of the forward and backward passes, and the optimizer's multiplications.
     """

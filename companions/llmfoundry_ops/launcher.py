@@ -333,7 +333,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a try has ended."""
+    """The end of a try."""
 
     code: int
     """One of our exit codes, or EXIT_RETRY and EXIT_RETRY_LOST."""

@@ -58,7 +58,7 @@ class Recorded:
     ended: str
     reason: str | None = None
     began_at: float | None = None
-    """When it began to train, in seconds since 1970; the same in both. None if it ended before."""
+    """Time at which it began to train, in seconds since 1970; the same in both. None if it ended before."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -50,7 +50,7 @@ class Site:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Policy:
-    """When the run moves, and in which order."""
+    """Times at which the run moves, and the order."""
 
     every: Duration | None = setting(
         None, matches("batches, such as 200ba", "[1-9][0-9_]*ba"), parse=Duration.parse, written=str

@@ -68,7 +68,7 @@ device_eval_batch_size: 8
 
 
 class Speed(NamedTuple):
-    """How fast this machine trains one shape, and for how long it may."""
+    """Speed at which this machine trains one shape, and the time for which it may."""
 
     tokens_per_second: float
     hours: float
@@ -98,7 +98,7 @@ class Shape(NamedTuple):
 
 
 class RunLength(NamedTuple):
-    """How long a run trains."""
+    """Time for which a run trains."""
 
     num_parameters: int
     batch_size: int

@@ -79,7 +79,7 @@ class EarlyStopper(Callback):
         """The lowest value so far, of those that were lower by `min_delta` than the one before."""
         self.best_batch = 0
         self.best_epoch = 0
-        """When the best value was reached."""
+        """Time at which the best value was reached."""
         self.epoch = 0
         """Epoch of the newest loss. Used for the label `train`, as is `losses_of_epoch`."""
         self.losses_of_epoch: list[float] = []

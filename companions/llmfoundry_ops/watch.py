@@ -23,7 +23,7 @@ from llmfoundry_ops.runs import PATIENCE_SECONDS, RunState, SavedRun, open_run
 PIPE_SECONDS = 10.0
 """Time between two lines that go to a file or pipe."""
 EXIT_CODES = {"done": EXIT_DONE, "stopped": EXIT_DONE, "preempted": EXIT_PREEMPTED}
-"""How a run ended -> the exit code of `watch`; EXIT_FAILURE for any other end."""
+"""End of a run -> the exit code of `watch`; EXIT_FAILURE for any other end."""
 
 
 def exit_code_of(status: dict[str, Any]) -> int:

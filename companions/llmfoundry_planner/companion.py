@@ -1,4 +1,4 @@
-"""What the planner adds to the command line. The core reads this at every start, so it imports nothing heavy."""
+"""Commands of the planner. The core reads this at every start, so it imports nothing heavy."""
 
 from llmfoundry_lite.companions import Companion
 

@@ -45,7 +45,7 @@ WAIT_MESSAGE_SECONDS = 10.0
 MAX_WAIT_MESSAGE_SECONDS, so that a slow network does not fill the log."""
 MAX_WAIT_MESSAGE_SECONDS = 600.0
 MAX_FETCH_ATTEMPTS = 8
-"""How often one read fetches a shard that other processes keep removing."""
+"""Number of times that one read fetches a shard that other processes keep removing."""
 MIN_LIMIT_IN_SHARDS = 4
 """How often the largest shard has to fit into `cache_limit`: some shards are read while others are being downloaded and
 unpacked."""
@@ -62,7 +62,7 @@ class ShardCache:
     _message_pause_factor = 1.0
     """Pause after the latest line about a shard that this process waits for, as a multiple of WAIT_MESSAGE_SECONDS."""
     _next_wait_message_at = 0.0
-    """When it may print the next one, by the monotonic clock."""
+    """Time at which it may print the next one, by the monotonic clock."""
 
     def __init__(
         self, folders: Sequence[ShardFolder], table_path: str, metadata: dict[str, Any], cache_limit: int | None

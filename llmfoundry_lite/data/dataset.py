@@ -36,7 +36,7 @@ from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
 
 NUM_FETCHING_THREADS = 2
 DEFAULT_PREDOWNLOAD_BATCHES = 8
-"""How many batches ahead of the current one a worker fetches shards by default, as in StreamingDataset."""
+"""Number of batches ahead of the current one that a worker fetches shards for by default, as in StreamingDataset."""
 
 # A worker computes its sample ids in pieces. A piece is usually one shuffled block, because a part of a block costs as
 # much as all of it. Where blocks are tiny or huge, these are the bounds of a piece.

@@ -60,7 +60,7 @@ Shard = Callable[[nn.Module], None]
 
 
 class Placement(NamedTuple):
-    """How a model's weights are kept: in which dtype, and on which devices."""
+    """Form in which a model's weights are kept: in which dtype, and on which devices."""
 
     dtype: torch.dtype
     device: torch.device

@@ -254,7 +254,7 @@ def limited_wait(grace_seconds: float, limit_seconds: float, text: str, exit_cod
 PREEMPTED = "llmfoundry_lite/preempted"
 """Key in the process group's store: the reason of the first rank that was asked to leave."""
 STORE_SECONDS = 10.0
-"""How long a rank that fails waits for the process group's store."""
+"""Time for which a rank that fails waits for the process group's store."""
 
 
 def announce_preemption(reason: str) -> None:

@@ -26,8 +26,8 @@ from llmfoundry_lite.errors import EXIT_UNREAD, UserError
 REPLACING_ERROR_HANDLERS = ("backslashreplace", "ignore", "namereplace", "replace", "xmlcharrefreplace")
 """Python's names of what to do with a character that an encoding lacks, without those that raise an error."""
 STALL_SECONDS = 5.0
-"""How long a process that drops text waits for a full pipe, or a terminal that Ctrl-S has stopped. Ranks wait for each
-other, so one that waits for a reader delays all."""
+"""Time for which a process that drops text waits for a full pipe, or a terminal that Ctrl-S has stopped. Ranks wait for
+each other, so one that waits for a reader delays all."""
 
 
 labels: dict[str, Any] = {}

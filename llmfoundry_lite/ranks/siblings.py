@@ -34,7 +34,7 @@ MAX_LAUNCHES = 100
 """Most launches whose records are kept, the newest ones."""
 MAX_TEXT_CHARACTERS = 2000
 LOCK_SECONDS = 2.0
-"""How long a rank waits for another process's lock on the file. It is held for milliseconds, unless its holder is
+"""Time for which a rank waits for another process's lock on the file. It is held for milliseconds, unless its holder is
 frozen."""
 MIN_FILE_BYTES = 1 << 16
 """The file is padded to this size with spaces, so that a rank which fails because the disk is full can still write to
@@ -54,7 +54,7 @@ class RankRecord(NamedTuple):
 
     pid: int
     started: int | None
-    """When the process started, in clock ticks, which tells it from a later process with the same pid."""
+    """Time at which the process started, in clock ticks, which tells it from a later process with the same pid."""
     exit_code: int | None
     """None while the rank has not recorded its end."""
     error_text: str

@@ -21,7 +21,7 @@ from llmfoundry_lite.ranks.exchange import open_host_group
 from llmfoundry_lite.ranks.rank import check_launch, count_usable_cores, rank_variables, this_rank
 
 RENDEZVOUS_GRACE_SECONDS = 5.0
-"""How long a rank that is asked to leave still waits for others: they may have left without it."""
+"""Time for which a rank that is asked to leave still waits for others: they may have left without it."""
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = "29500"

@@ -98,11 +98,11 @@ class Preemption:
         # When this launch leaves, and whether it has failed.
         self.stop_file = self.run_folder / STOP_FILE
         self.deadline: float | None = None
-        """When `max_wall_seconds` is over, by the monotonic clock."""
+        """Time at which `max_wall_seconds` is over, by the monotonic clock."""
         if self.max_wall_seconds is not None:
             self.deadline = time.monotonic() - age_of_launch() + self.max_wall_seconds
         self.leave_by: float | None = None
-        """When the process is ended, by the monotonic clock; None while there is no reason to leave."""
+        """Time at which the process is ended, by the monotonic clock; None while there is no reason to leave."""
         self.failure: FirstError | None = None
         """The failure of another rank, because of which the launcher has sent SIGTERM to this one."""
         # How much time there is, and what the threads need.

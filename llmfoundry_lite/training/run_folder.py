@@ -84,7 +84,7 @@ class RunFolder(LoggerDestination):
         self._fixed_facts: dict[str, Any] = {}
         """Facts for `describe_launch` that do not change during the launch."""
         self._saved_at: float | None = None
-        """When this launch has published its newest save, in seconds since 1970."""
+        """Time at which this launch has published its newest save, in seconds since 1970."""
 
         # The log.
         self.launch = 0

@@ -1,4 +1,4 @@
-"""When a run saves, and whether a launch ends after a batch."""
+"""Decides when a run saves, and whether a launch ends after a batch."""
 
 import statistics
 import time

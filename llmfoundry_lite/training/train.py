@@ -67,7 +67,7 @@ DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 """Values of CUBLAS_WORKSPACE_CONFIG with which cuBLAS adds in a fixed order. torch refuses deterministic kernels with
 others."""
 MAX_EXPORT_WAIT = datetime.timedelta(days=7)
-"""How long ranks wait for rank 0 to export. A large model takes minutes; the store needs some limit."""
+"""Time for which ranks wait for rank 0 to export. A large model takes minutes; the store needs some limit."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -67,7 +67,7 @@ class Progress:
 
 
 class NextMembers(NamedTuple):
-    """Who takes part from the next batch on."""
+    """The islands that take part from the next batch on."""
 
     staying: list[str]
     """Members that go on with the state that they have."""

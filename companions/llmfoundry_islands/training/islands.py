@@ -88,7 +88,7 @@ class Islands(Partners):
         self.num_repeats = 0
         """Batches that were computed again, because their exchange had failed."""
         self.num_drifts = 0
-        """How often an island's weights were found to differ from the leader's."""
+        """Number of times that an island's weights were found to differ from the leader's."""
         self.row_indices = range(0)
         """Rows of each batch that this island reads."""
         self.data_ranks: dict[str, int] = {}

@@ -51,7 +51,7 @@ IMPORTS += ["torch._inductor.compile_fx"]
 HANG_SECONDS = 60.0
 """Time that a process may use the device even if this leaves less than half of the remaining time to the others."""
 END_SECONDS = 10.0
-"""How long to wait for the end of a process that has finished or was killed."""
+"""Time to wait for the end of a process that has finished or was killed."""
 MEASURED, FAILED = "measured", "failed"
 """Messages of a process beside its stages: its measurements, and the error that ended it."""
 

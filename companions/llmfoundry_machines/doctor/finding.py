@@ -26,7 +26,7 @@ class Status(StrEnum):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CheckOptions:
-    """What the user asked for. Every check gets the same options and finds out everything else itself."""
+    """Options that the user gave. Every check gets the same options and finds out everything else itself."""
 
     folder: Path | str = Path(".")
     """The folder for checkpoints: a Path on this machine, or text if it is a URL."""

@@ -36,7 +36,7 @@ from llmfoundry_planner.rehearse.device import choose_kernels
 GRADIENT_NORM = 1000.0
 """The gradient norm that the host reads. It is more than clipping allows, so that gradients are clipped."""
 PARENT_POLL_SECONDS = 0.2
-"""How often a process looks whether its parent is still there."""
+"""Time between two checks of a process whether its parent is still there."""
 
 
 def serve(parent: int, server_folder: str) -> None:
