@@ -304,6 +304,9 @@ def _read_checkpoints(line: RunLine, run: FoundRun) -> None:
         line.host = record.host
         sighting = look_for(folder, record) if record.status == RUNNING else None
         line.state, line.reason = describe_state(record, sighting)
+        if record.saved_in and record.last_saved:
+            place = f"its newest save, {record.last_saved}, is in save_fallback, {record.saved_in}"
+            line.reason = _join(line.reason, place)
         if record.failed_saves:
             line.reason = _join(line.reason, f"failed saves {record.failed_saves}: {record.save_error}")
 

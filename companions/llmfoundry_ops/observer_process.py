@@ -146,8 +146,8 @@ class LaunchObserver:
         """It was told that there is no progress."""
         self._failing_since: float | None = None
         """When saves began to fail, if the last one has failed."""
-        self._times_of_saves: dict[str, float] = {}
-        """Name of a checkpoint of this launch, or the last of the launch before -> when it was published."""
+        self._times_of_saves: dict[str, float | None] = {}
+        """Name of the newest checkpoint -> when it was published; None if that is not known."""
         self._note_save(self._status_before)
 
     # ------------------------------------------------------------------------------------------------ present state
@@ -202,11 +202,15 @@ class LaunchObserver:
         return self._times_of_saves.get(str(self.status.get("last_saved")))
 
     def _note_save(self, status: dict[str, Any]) -> None:
-        """Remember when the newest save was published. Ranks that start again do not know that of earlier saves."""
+        """Remember when the newest save was published. Ranks that resume from it do not know that."""
         saved_at = number_of(status.get("saved_at"))
         name = name_of_save(status.get("last_saved"))
-        if saved_at is not None and name is not None:
+        if name is None:
+            return
+        if saved_at is not None:
             self._times_of_saves = {name: saved_at}
+        elif name not in self._times_of_saves and self.run is not None:
+            self._times_of_saves = {name: self.run.read_time_of_save(name)}
 
     @property
     def is_saved_in_second(self) -> bool:

@@ -25,10 +25,10 @@ from llmfoundry_lite.checkpoint.launch_record import (
     list_records,
     record_name,
 )
-from llmfoundry_lite.checkpoint.lease import WATCH_SECONDS, Leases
+from llmfoundry_lite.checkpoint.lease import WATCH_SECONDS, Holder, Leases
 from llmfoundry_lite.checkpoint.run_log import number_of
 from llmfoundry_lite.ranks.identity import boot_id, is_alive
-from llmfoundry_lite.ranks.status import is_sound
+from llmfoundry_lite.ranks.status import SAVED_IN, is_sound
 from llmfoundry_lite.report.log import LOSS, RATE
 
 MAX_RECORD_BYTES = 1 << 16
@@ -56,6 +56,8 @@ class LaunchRecord:
     """Why it has ended or, while it runs, why it was asked to leave."""
     last_saved: str | None
     """Name of the run's newest checkpoint, such as `ba200`."""
+    saved_in: str | None
+    """Path or URL of `save_fallback` while the newest save is there, and not beside this record."""
     failed_saves: int
     save_error: str | None
     run_name: str | None
@@ -126,6 +128,7 @@ def parse_record(epoch: int, content: bytes) -> LaunchRecord | None:
         batch=facts["batch"],
         reason=text("reason", MAX_REASON_CHARACTERS),
         last_saved=last_saved,
+        saved_in=text(SAVED_IN) or None,
         failed_saves=count("failed_saves") or 0,
         save_error=text("save_error", MAX_REASON_CHARACTERS),
         run_name=text("run_name"),
@@ -167,15 +170,15 @@ def read_newest_launch(root: Folder) -> NewestLaunch:
     names = root.child(RECORDS).names()
     epochs = find_epochs(names)
     record = read_record(root, epochs[-1]) if epochs else None
-    early_end = _read_early_end(root) if EARLY_END in names else None
+    early_end = _read_early_end(root, record) if EARLY_END in names else None
     is_run_done = record is not None and record.status == "done"  # a later mistake does not undo that
     return NewestLaunch(record, None if is_run_done else early_end)
 
 
-def _read_early_end(root: Folder) -> LaunchRecord | None:
+def _read_early_end(root: Folder, record: LaunchRecord | None) -> LaunchRecord | None:
     """Read the record of a launch that ended before it trained; None if a launch has touched the lease since.
 
-    Raises OSError.
+    None too if another launch seems to begin. `record` is that of the newest launch that has begun. Raises OSError.
     """
     try:
         content = root.child(RECORDS).read(EARLY_END, MAX_RECORD_BYTES)
@@ -185,7 +188,24 @@ def _read_early_end(root: Folder) -> LaunchRecord | None:
     holder = Leases(root).current_holder()
     if not isinstance(facts, dict) or facts.get(LEASE) != describe_lease(holder):
         return None
+    if holder is not None and _may_begin(holder, record):
+        return None
     return parse_record(0 if holder is None else holder.epoch, content)
+
+
+def _may_begin(holder: Holder, record: LaunchRecord | None) -> bool:
+    """Return whether the holder of the lease may still restore the run, so that it has no record yet.
+
+    It does not if its process was on this machine and is gone, or if it has renewed the lease before and no more.
+    """
+    has_begun = record is not None and record.epoch >= holder.epoch
+    if has_begun or holder.is_released:
+        return False
+    is_of_this_machine = "pid" in holder.owner and holder.owner.get("boot") == boot_id()
+    if is_of_this_machine and is_alive(holder.owner) is False:
+        return False
+    renewed_at = number_of(holder.renewed_at)
+    return renewed_at is None or time.time() - renewed_at < WATCH_SECONDS
 
 
 def describe_early_end(early_end: LaunchRecord) -> str:

@@ -35,7 +35,7 @@ from llmfoundry_lite.report.reading import (
     read_run_file,
     suggest_location,
 )
-from llmfoundry_ops.index import read_in_parallel
+from llmfoundry_ops.index import find_newest_head, parse_time, read_in_parallel
 from llmfoundry_ops.published import RUNNING, describe_early_end, has_ended_early, look_for, read_newest_launch
 
 SAVED = "saved"
@@ -211,6 +211,16 @@ class LiveRun(RunState):
             if line.endswith(b"\n"):
                 self._num_bytes_read += len(line)
                 yield line
+
+    def read_time_of_save(self, name: str) -> float | None:
+        """Return when a checkpoint was written, in seconds since 1970; None if it is not in a folder of this disk."""
+        folder = find_checkpoint_folder(self._opened, self.config, allowed_protocols=())
+        if folder is None or COMMITTED.fullmatch(name) is None:
+            return None
+        with contextlib.suppress(OSError, CheckpointError):
+            head = find_newest_head(CheckpointStore(folder), [name], name)
+            return None if head is None else parse_time(head.written_at)
+        return None
 
     def last_checkpoint(self) -> str | None:
         """Return the name of the newest checkpoint, such as `ba200`, or None if there is none.

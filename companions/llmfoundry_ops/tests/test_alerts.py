@@ -5,9 +5,11 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
+from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.callbacks_schema import EVENTS, AlertsConfig
 from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.ranks.ending import LOST_CONTACT
@@ -17,6 +19,7 @@ from llmfoundry_ops.alerts import ALERTS, IN_A_ROW, STARTED, WINDOW, LossSpikes,
 from llmfoundry_ops.faults import FaultRecord
 from llmfoundry_ops.observer_process import FALLBACK_SECONDS, TOLD_LATE, LaunchObserver
 from llmfoundry_ops.rank_times import MAX_RANKS, read_rank_times, read_slow_ranks
+from tests.checkpoint.saves import write_draft
 
 
 class Clock:
@@ -233,6 +236,15 @@ def test_the_age_of_a_save_is_known_after_a_restart(folder):
     launch.train(2, last_saved="ba2", saved_at=None)
     launch.look()
     assert launch.observer.saved_at is None
+
+    # A launch that resumes from a save of an earlier one finds it on the disk.
+    store = CheckpointStore(folder / "checkpoints")
+    lease = store.acquire()
+    store.publish(replace(write_draft(store, lease, 3), written_at="2026-11-30T09:15:00+00:00"), lease)
+    resumed = Launch(folder)
+    resumed.train(3, last_saved="ba3", saved_at=None)
+    resumed.look()
+    assert resumed.observer.saved_at == 1796030100.0
 
 
 def test_no_progress_is_told_once_until_a_batch_comes(folder):

@@ -133,6 +133,37 @@ def test_a_second_start_that_is_refused_is_not_the_state_of_the_first(monkeypatc
     assert lines_of("memory://index/second")["tiny"].state == "done"
 
 
+def test_a_second_start_that_is_refused_while_the_first_restores_is_not_its_state(monkeypatch):
+    """The first has the lease and no record yet, and has not renewed since the second was refused."""
+    url = "memory://index/restoring/tiny"
+    lease = save_with_log(url, 2)
+    record_launch(url, lease, status="preempted", batch=2)
+    store = CheckpointStore(url)
+    store.release(lease)
+    lease = store.acquire()
+    for renewals in (0, 1):
+        if renewals:
+            store.leases.renew(lease, renewals)
+        record_early_end(url, REFUSED)
+        assert lines_of("memory://index/restoring")["tiny"].state == "preempted"
+        assert [run.describe_status() for run in list_runs(url)] == ["saved at batch 2"]
+    now = time.time()
+    monkeypatch.setattr(published.time, "time", lambda: now + 12 * 60)
+    assert lines_of("memory://index/restoring")["tiny"].state == "failed"
+    monkeypatch.undo()
+    end_last_writer(url)
+    record_early_end(url, REFUSED)
+    assert lines_of("memory://index/restoring")["tiny"].state == "failed"
+
+
+def test_a_bucket_whose_newest_save_is_in_the_second_place_says_so():
+    url = "memory://index/fallback/tiny"
+    lease = save_with_log(url, 2)
+    record_launch(url, lease, last_saved="ba4", last_saved_in="/nvme/tiny", batch=4)
+    (line,) = list_run_lines("memory://index/fallback")
+    assert line.reason == "its newest save, ba4, is in save_fallback, /nvme/tiny"
+
+
 @pytest.mark.parametrize("content", [b"[1]", b"{", b'{"status": 7}', b" " * (1 << 17), b'{"lease": "", "status": "x"}'])
 def test_an_early_end_that_no_launch_writes_counts_as_none(content):
     url = "memory://index/strange-end/tiny"
