@@ -80,11 +80,16 @@ def find_checkpoint(location: str) -> Checkpoint:
     return search.checkpoint
 
 
-def list_candidates(location: str) -> tuple[CheckpointStore, list[Candidate]]:
+def list_candidates(location: str, *, to_remove: bool = False) -> tuple[CheckpointStore, list[Candidate]]:
     """Return the store of a run or a folder of checkpoints, and its checkpoints, newest first.
+
+    If none are in the run folder, those in the save_folder that the run has recorded are returned, and standard error
+    says so. Anybody may have written that record, so it is followed as for a report, and not if saves are `to_remove`.
 
     Candidates are not verified, and some may not be readable. Raises CheckpointError if there are none.
     """
+    from llmfoundry_lite.report.reading import CONFIG, find_recorded_folder
+
     folder = open_folder(location)
     is_local = folder.path_here is not None
     if is_local and not folder.exists():
@@ -93,15 +98,28 @@ def list_candidates(location: str) -> tuple[CheckpointStore, list[Candidate]]:
         )
     store = CheckpointStore(folder_of_checkpoints(location))
     candidates = store.candidates()
-    if not candidates:
-        others = [f"{name}, set aside as damaged" for name in store.set_aside_saves()]
-        others += [f"{name}, which is no batch's name" for name in store.renamed_saves()]
-        exceptions = f" but {'; '.join(others)}" if others else ""
+    if candidates:
+        return store, candidates
+
+    # The run may save elsewhere.
+    place, advice = store.root.url, "; expected one (…/ba200), a folder of them, or a run directory"
+    recorded_folder = find_recorded_folder(location)
+    if recorded_folder is not None:
+        store = CheckpointStore(recorded_folder)
+        candidates = store.candidates()
+        place, advice = f"{location} saves in {store.root.url}", "; if that is on another disk, mount it"
+    if candidates and to_remove:
         raise CheckpointError(
-            f"{store.root.url}: no checkpoints here{exceptions}; expected one (…/ba200), a folder of them, or a run "
-            "directory"
+            f"{place} by its {CONFIG}, and nothing is removed by a recorded path; give that folder instead"
         )
-    return store, candidates
+    if candidates:
+        print_line(f"{place} by its {CONFIG}", file=sys.stderr)
+        return store, candidates
+
+    others = [f"{name}, set aside as damaged" for name in store.set_aside_saves()]
+    others += [f"{name}, which is no batch's name" for name in store.renamed_saves()]
+    exceptions = f" but {'; '.join(others)}" if others else ""
+    raise CheckpointError(f"{place}: no checkpoints here{exceptions}{advice}")
 
 
 # ---------------------------------------------------------------------------------------------- commands
@@ -374,7 +392,8 @@ def average(
     """
     ignore_output_errors()
     average_checkpoints = companions.load("llmfoundry_studies.average:average_checkpoints", "checkpoint average")
-    averaged = average_checkpoints(location, out, last=last, window=window)
+    store, _ = list_candidates(location)
+    averaged = average_checkpoints(store.root.url, out, last=last, window=window)
     manifest = averaged.checkpoint.manifest
     print_line(f"averaged {len(averaged.parents)} checkpoints as {averaged.checkpoint.url}")
     print_facts(
@@ -457,7 +476,7 @@ def prune(
     """
     if not dry_run:
         ignore_output_errors()
-    store, candidates = list_candidates(location)
+    store, candidates = list_candidates(location, to_remove=True)
     unsound: dict[str, CheckpointError] = {}  # name of a checkpoint that is not intact -> why
     removed_names = retention.prune(
         store,

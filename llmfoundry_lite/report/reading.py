@@ -7,6 +7,7 @@ copy of the log and the configuration, so such a folder is enough for a report.
 is as complete as it can be. Only a run without a log or without a batch is an error.
 """
 
+import contextlib
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -328,6 +329,25 @@ def find_checkpoint_folder(
     if may_open(save_folder, folder, allowed_protocols):
         return save_folder
     return default_folder.url if default_folder.exists() else None
+
+
+def find_recorded_folder(location: str) -> str | None:
+    """Return the folder with the checkpoints of the run in a folder or URL, by its recorded configuration.
+
+    The rule is that of `find_checkpoint_folder`, as for a report. Returns None if no configuration is recorded there,
+    or if it cannot be read. Raises CheckpointError, which names the folder, if that may not be opened unasked.
+    """
+    folder = open_folder(location)
+    config = None
+    with contextlib.suppress(OSError):
+        if folder.child(CONFIG).exists():
+            config = read_config(folder)
+    if config is None:
+        return None
+    checkpoint_folder = find_checkpoint_folder(folder, config, OBJECT_STORES)
+    if checkpoint_folder is None:
+        raise CheckpointError(f"{location}: {explain_unopened_folder(config)}")
+    return checkpoint_folder
 
 
 def may_open(location: str, folder: Folder, allowed_protocols: Collection[str]) -> bool:

@@ -17,6 +17,7 @@ from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks.ending import Preempted, report_error
 from tests.checkpoint.saves import flip, save, write_draft
+from tests.helpers.tiny import write_config
 
 TORCHLESS = """
 import json, sys, time
@@ -73,6 +74,30 @@ def test_a_run_may_be_named_in_many_ways(folder, capsys, form):
     (folder.parent / "link").symlink_to(folder)
     code, out, _ = run(capsys, "ls", form.format(folder))
     assert code == 0 and "ba3" in out
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "diff", "prune", "average"])
+def test_a_run_that_saves_elsewhere_is_found_by_its_record_and_loses_nothing(folder, tmp_path, capsys, command):
+    saves = tmp_path / "disk" / "checkpoints"
+    saves.parent.mkdir()
+    (folder / "checkpoints").rename(saves)
+    write_config(folder / "config.yaml", {"save_folder": str(saves)})
+    operands = {"diff": [folder, folder], "prune": [folder, "--keep", 1]}.get(command, [folder])
+    if command == "average":
+        operands += ["--out", tmp_path / "mean", "--last", 2]
+    code, out, err = run(capsys, command, *operands)
+    found = f"{folder} saves in {saves} by its config.yaml"
+    if command == "prune":
+        advice = "nothing is removed by a recorded path; give that folder instead"
+        assert (code, out, err) == (2, "", f"error: {found}, and {advice}\n")
+    else:
+        assert err.startswith(f"{found}\n")
+        assert (code == 0 and "ba3" in out) or (command == "average" and "has no mean" in err)
+    assert len(CheckpointStore(saves).names()) == 3
+
+    write_config(folder / "config.yaml", {"save_folder": "http://10.0.0.1/saves"})
+    code, _, err = run(capsys, command, *operands)
+    assert code == 2 and "its checkpoints are in http://10.0.0.1/saves, which is not opened unasked; give that" in err
 
 
 def test_ls_lists_the_newest_first_and_names_the_damaged(folder, capsys):
