@@ -12,7 +12,7 @@ from llmfoundry_engines.prepare_bucket import prepare_in_bucket
 from llmfoundry_engines.prepare_part import prepare_part
 from llmfoundry_engines.ray_engine import prepare_with_ray
 from llmfoundry_engines.scratch import parse_scratch
-from llmfoundry_engines.status import print_status
+from llmfoundry_engines.status import describe_join, print_status
 from llmfoundry_lite.errors import ConfigError, DataError, mask_urls
 from llmfoundry_lite.files import check_is_path
 from llmfoundry_lite.prepare.request import PrepareRequest, WorkOptions
@@ -39,7 +39,7 @@ def run_part(request: PrepareRequest, out: str, part_text: str, work: WorkOption
         tokens = report.train_tokens + report.val_tokens
         work.notify(
             f"part {report.part}: {report.documents:,} documents, {tokens:,} tokens, "
-            f"{report.num_bytes / 1e6:,.1f} MB; when all parts are complete: llmfoundry-lite data join {mask_urls(out)}"
+            f"{report.num_bytes / 1e6:,.1f} MB; when all parts are complete: {describe_join(out)}"
         )
 
 
@@ -97,8 +97,7 @@ def run_join(
     if part_text is not None:
         part = parse_part(part_text)
         num_shards = join_shards(out, part, show_progress=True, notify=notify, scratch=scratch)
-        next_command = f"llmfoundry-lite data join {mask_urls(out)}"
-        notify(f"part {part} of the shards: {num_shards:,} are there; at the end: {next_command}")
+        notify(f"part {part} of the shards: {num_shards:,} are there; at the end: {describe_join(out)}")
         return
     summary = join(out, max_lost_text=max_lost_text, show_progress=True, notify=notify, scratch=scratch)
     print_summary(summary, out)

@@ -1,5 +1,6 @@
 """`data prepare --status OUT`: what each part has done, how fast, and what is left. Also finds the complete parts."""
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -208,7 +209,7 @@ def describe_rest(statuses: list[PartStatus], total_bytes: int, out: str) -> lis
         f"{total_bytes / 1e6:,.1f} MB is tokenised"
     ]
     if num_complete == len(statuses):
-        lines.append(f"next: llmfoundry-lite data join {mask_urls(out)}")
+        lines.append(f"next: {describe_join(out)}")
 
     # The speed is that of all cores of all launches, so long parts count for more.
     records = [status.report or status.progress for status in statuses]
@@ -220,3 +221,8 @@ def describe_rest(statuses: list[PartStatus], total_bytes: int, out: str) -> lis
     num_cores = sum(s.progress.workers for s in statuses if s.progress is not None and s.is_running)
     lines.append(describe_rest_of_work(new_bytes, core_seconds, total_bytes - done_bytes, num_cores))
     return lines
+
+
+def describe_join(out: str) -> str:
+    """Return the command that joins the parts in `out`, to be typed into a shell. Credentials in a URL are masked."""
+    return f"llmfoundry-lite data join {shlex.quote(mask_urls(out))}"

@@ -6,6 +6,7 @@ run's tokenizer beside the checkpoints.
 
 import contextlib
 import os
+import shlex
 from pathlib import Path
 
 from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES
@@ -83,16 +84,17 @@ def check_not_foreign(url: str) -> None:
     if path is None:
         return
     advice = "then load_path=OUT load_weights_only=true begins a run with its weights"
+    quoted = shlex.quote(url)
     if path.is_file():
         raise CheckpointError(
-            f"{url}: a file, and a checkpoint is a folder; `llmfoundry-lite checkpoint import {url} OUT` makes one "
+            f"{url}: a file, and a checkpoint is a folder; `llmfoundry-lite checkpoint import {quoted} OUT` makes one "
             f"of a checkpoint of Composer or LLM Foundry (a pickle: add --trust-pickle), {advice}"
         )
     formats = {".metadata": ("of Composer or DCP", " --trust-pickle"), "config.json": ("a Hugging Face folder", "")}
     for file_name, (format_name, option) in formats.items():
         if (path / file_name).is_file():
             raise CheckpointError(
-                f"{url}: {format_name}, not a portable checkpoint; `llmfoundry-lite checkpoint import {url} "
+                f"{url}: {format_name}, not a portable checkpoint; `llmfoundry-lite checkpoint import {quoted} "
                 f"OUT{option}` makes one, {advice}"
             )
 

@@ -14,6 +14,7 @@ mosaicml-streaming, so the merged index has the same shards in the same order.
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -172,7 +173,7 @@ def choose_indexes(found: FoundIndexes, folder: str) -> list[str]:
         raise DataError(
             f"{folder} has shards without {INDEX}, in {folders}: their writer was killed. Remove what a later attempt "
             "has written again (Spark repeats failed tasks), then write the missing indexes with "
-            f"`llmfoundry-lite data index {folder}`"
+            f"`llmfoundry-lite data index {shlex.quote(str(folder))}`"
         )
     if found.linked_folders:
         raise DataError(

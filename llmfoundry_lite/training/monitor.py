@@ -1,6 +1,7 @@
 """Callbacks of a batch: the seed of its dropout, its speed and memory, and torch's profiler."""
 
 import hashlib
+import shlex
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -224,4 +225,7 @@ class Profiler(Callback):
         path.unlink(missing_ok=True)  # a link would be written through
         finished.export_chrome_trace(str(path))
         if dist.get_rank() == 0:
-            print(f"profiler: {path}; `llmfoundry-lite bench profile {path}` says where the time went", flush=True)
+            print(
+                f"profiler: {path}; `llmfoundry-lite bench profile {shlex.quote(str(path))}` says where the time went",
+                flush=True,
+            )

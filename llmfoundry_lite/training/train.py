@@ -7,6 +7,7 @@ batch, and `docs/how-a-launch-ends.md` what happens at the end.
 import contextlib
 import datetime
 import os
+import shlex
 import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
@@ -516,7 +517,8 @@ def export_on_rank_0(
                 note = export_model(tensors, config.model, folder, tokenizer_folder=tokenizer_folder)
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            refusal = f"{reason}; `llmfoundry-lite checkpoint export {run_folder.folder} {folder}` makes up for it"
+            command = shlex.join(["llmfoundry-lite", "checkpoint", "export", str(run_folder.folder), str(folder)])
+            refusal = f"{reason}; `{command}` makes up for it"
 
     outcome = f"exported to {folder}" if refusal is None else f"not exported to {folder}: {refusal}"
     print(outcome, flush=True)

@@ -475,7 +475,8 @@ def test_the_status_adds_up_speed_and_tells_who_runs_and_who_is_silent() -> None
     ]
     report = SimpleNamespace(num_bytes=9, new_bytes=9, seconds=1.0, workers=1)
     complete = status.PartStatus(part=Part(1, 1), report=report, progress=None, age_seconds=0)  # type: ignore[arg-type]
-    assert "next: llmfoundry-lite data join data/mine" in status.describe_rest([complete], 9, "data/mine")
+    lines = status.describe_rest([complete], 9, "data/my texts")
+    assert "next: llmfoundry-lite data join 'data/my texts'" in lines
 
 
 def test_progress_is_written_while_a_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
