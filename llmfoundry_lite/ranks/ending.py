@@ -70,7 +70,7 @@ EXIT_RETRY, EXIT_RETRY_LOST = 74, 71
 (`UserError.has_lost`), when the launcher has tried again for long enough."""
 MAX_LOST_PEER_CHARACTERS = 80
 """Characters of torch's error that are quoted where contact with another rank is lost."""
-LOST_CONTACT = "lost contact with another rank"
+LOST_CONTACT = "lost contact with another rank, which has died or lost its network"
 """Beginning of the error of a rank that knows no more than that another one is gone."""
 ECHO_SECONDS = 2.0
 """One Ctrl-C reaches a rank up to three times: from the terminal, from the launcher, and as the launcher's SIGTERM.
@@ -291,10 +291,7 @@ def describe_error(error: BaseException) -> str:
         first_line = printable(str(error).splitlines()[0])
         # Gloo begins with a path of its source code, and ends with general advice and wishes.
         first_line = re.sub(r"^\[[^\]]*\] *", "", first_line)[:MAX_LOST_PEER_CHARACTERS]
-        return (
-            f"error: {LOST_CONTACT}, which has died or lost its network; "
-            f"its own output has the reason: {describe_output_location()} ({first_line})"
-        )
+        return f"error: {LOST_CONTACT}; its own output has the reason: {describe_output_location()} ({first_line})"
     return printable("".join(traceback.format_exception(error)).rstrip(), keep="\n\t")
 
 

@@ -49,7 +49,7 @@ def test_a_rank_0_that_said_nothing_gets_the_launchers_reason(faults, tmp_path):
 
 def test_a_rank_0_that_lost_contact_gets_it_too_in_one_end(faults, tmp_path):
     begin(tmp_path)
-    write_status(tmp_path, "failed", 7, f"rank 2: {LOST_CONTACT}, which has died", last_saved="ba5", extra=1)
+    write_status(tmp_path, "failed", 7, f"rank 2: {LOST_CONTACT}", last_saved="ba5", extra=1)
     faults.note(KILLED, restarts=False)
     content = read_status(tmp_path) or {}
     assert (content["reason"], content["extra"], content["last_saved"]) == (KILLED, 1, "ba5")
