@@ -132,13 +132,13 @@ def test_an_incomplete_line_waits_for_no_pause_of_the_other_pipe(tmp_path, monke
     os.write(busy[1], b"1\n2\n3\n4\n")
     os.close(busy[1])
 
-    def read_three_bytes(descriptor, num_bytes, read=os.read):
+    def read_a_line(descriptor, num_bytes, read=os.read):
         content = read(descriptor, 10 if descriptor == quiet[0] else 2)
         if descriptor == busy[0] and not content:
             os.close(quiet[1])
         return content
 
-    monkeypatch.setattr(console.os, "read", read_three_bytes)
+    monkeypatch.setattr(console.os, "read", read_a_line)
     console.print_lines({busy[0]: LineSource(files[0]), quiet[0]: LineSource(files[1])})
     assert texts(map(json.loads, (tmp_path / "console.txt").read_text().splitlines())) == [
         *("1", "continue? ", "2", "3", "4")
