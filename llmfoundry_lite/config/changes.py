@@ -13,7 +13,8 @@ from llmfoundry_lite.config.blocks import missing_blocks
 from llmfoundry_lite.config.fields import REQUIRED, Rule, join_key, keys_of, settings_along
 from llmfoundry_lite.config.layers import find_value, leaf_keys
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import TrainConfig, keys_of_optimizer
+from llmfoundry_lite.config.optimizer_schema import keys_of_optimizer
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import CheckpointError
 
 

@@ -20,7 +20,8 @@ from llmfoundry_lite.config.fields import as_yaml, keys_of
 from llmfoundry_lite.config.layers import ConfigLayer, find_value, naming_source, source_of
 from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, describe_data_ranks, find_data_ranks
 from llmfoundry_lite.config.model_schema import ModelConfig, divisors
-from llmfoundry_lite.config.schema import OptimizerConfig, SchedulerConfig, TrainConfig
+from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, SchedulerConfig
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.uses import note_unused_keys, refuse_unused_keys

@@ -17,7 +17,8 @@ from llmfoundry_lite.checkpoint.state import row_orders
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_tasks import load_tasks
-from llmfoundry_lite.config.schema import OptimizerConfig, TrainConfig, data_label
+from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
+from llmfoundry_lite.config.schema import TrainConfig, data_label
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.data.tokenizer import LazyTokenizer, load_tokenizer

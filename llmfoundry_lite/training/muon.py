@@ -20,7 +20,7 @@ from llmfoundry_lite.checkpoint.grid import Box
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, box_of
 from llmfoundry_lite.config.layout import RowRanges
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, OptimizerConfig
+from llmfoundry_lite.config.optimizer_schema import NEWTON_SCHULZ_STEPS, OptimizerConfig
 from llmfoundry_lite.ranks.exchange import all_gather_json, rank_and_size
 from llmfoundry_lite.training.optimizers import ADAMW_BETAS, local
 

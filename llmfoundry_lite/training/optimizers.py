@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from llmfoundry_lite.config.schema import OptimizerConfig
+from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
 
 ADAMW_BETAS = (0.9, 0.95)
 """LLM Foundry's default for its AdamW."""

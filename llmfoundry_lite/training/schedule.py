@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger
 
-from llmfoundry_lite.config.schema import SchedulerConfig, TrainConfig
+from llmfoundry_lite.config.optimizer_schema import SchedulerConfig
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.errors import ConfigError

@@ -8,7 +8,7 @@ import torch
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig, ModelConfig
-from llmfoundry_lite.config.schema import OptimizerConfig
+from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate
 from llmfoundry_lite.hardware import MIB

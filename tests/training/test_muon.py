@@ -17,7 +17,7 @@ from llmfoundry_lite.checkpoint.state import row_orders
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.config.schema import OptimizerConfig
+from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
 from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.mpt import MPT

@@ -4,7 +4,7 @@ import pytest
 import torch
 from composer.optim import DecoupledAdamW
 
-from llmfoundry_lite.config.schema import OptimizerConfig
+from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
 from llmfoundry_lite.training.optimizers import build_adamw, build_lion
 
 INITIAL_RATE = 0.1

@@ -6,7 +6,7 @@ import pytest
 from composer.core import Timestamp
 
 from llmfoundry_lite.config.build import build_block
-from llmfoundry_lite.config.schema import SchedulerConfig
+from llmfoundry_lite.config.optimizer_schema import SchedulerConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.errors import ConfigError

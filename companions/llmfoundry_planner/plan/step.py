@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 from llmfoundry_layouts.stages import assign_stages, count_block_and_head_parameters
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, TrainConfig
+from llmfoundry_lite.config.optimizer_schema import NEWTON_SCHULZ_STEPS
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.sharding_schema import PipelineConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion

@@ -7,7 +7,7 @@ import pytest
 
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.config.schema import OptimizerConfig
+from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
 from llmfoundry_lite.config.sharding_schema import PipelineConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS
