@@ -69,6 +69,7 @@ NEXT_STEPS = {
 }
 """Event -> what the reader of its message can do."""
 SECOND_PLACE_STEP = "make room in save_folder, or renew the credentials, or start the server; saves go to save_fallback"
+WAITING_STEP = "see whether save_folder answers; a kill -9 would lose the batches since the last save, SIGTERM may not"
 TRY_AGAIN_STEP = "run the same command again; the fault may have passed"
 
 

@@ -20,16 +20,25 @@ from typing import Any
 from llmfoundry_lite.bounded import MAX_NOTE_BYTES, parse_json, read_lines_at_most
 from llmfoundry_lite.checkpoint.run_log import METRICS, Record, duration_text, number_of, validation_losses
 from llmfoundry_lite.config.callbacks_schema import AlertsConfig
-from llmfoundry_lite.errors import DataError, remember_secret
+from llmfoundry_lite.errors import DataError, printable, remember_secret
 from llmfoundry_lite.ranks.identity import is_alive
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
-from llmfoundry_lite.ranks.status import LAUNCHES, SAVED_IN, SAVES_STAND, TRY_AGAIN, is_running, read_status
+from llmfoundry_lite.ranks.status import (
+    LAUNCHES,
+    SAVED_IN,
+    SAVES_STAND,
+    TRY_AGAIN,
+    WAITS_FOR_SAVE,
+    is_running,
+    read_status,
+)
 from llmfoundry_lite.report.log import LOSS
 from llmfoundry_ops.alerts import (
     RANKS_RECOVERED,
     SAVES_RECOVERED,
     SECOND_PLACE_STEP,
     TRY_AGAIN_STEP,
+    WAITING_STEP,
     Alert,
     Facts,
     LossSpikes,
@@ -403,10 +412,20 @@ class LaunchObserver:
             name, place = self.run.status.get("last_saved"), self.run.status.get(SAVED_IN)
             reason = f"saves to save_folder fail: {self.run.save_error}; {name} is in {place}"
             self._tell("failed_saves", reason, next_step=SECOND_PLACE_STEP, is_in_second=True)
+        elif self._awaited_save and not self.messages.saves_fail:
+            reason = f"training stands still, because it waits for a save: {self._awaited_save}"
+            self._tell("failed_saves", reason, next_step=WAITING_STEP)
 
         has_saved = self.run.status.get("saved_at") is not None
-        if self.messages.saves_fail and has_saved and not self.run.failed_saves and not is_in_second:
+        is_well = has_saved and not self.run.failed_saves and not self._awaited_save
+        if self.messages.saves_fail and is_well and not is_in_second:
             self._tell(SAVES_RECOVERED)
+
+    @property
+    def _awaited_save(self) -> str:
+        """The save for which training stands still, and its place, as status.json has it; empty if it does not."""
+        awaited = self.run.status.get(WAITS_FOR_SAVE) if self.run is not None else None
+        return printable(awaited) if isinstance(awaited, str) else ""
 
     def _have_saves_failed(self) -> bool:
         """Return whether saves fail now, and in both places if there are two."""
@@ -492,7 +511,11 @@ class LaunchObserver:
                 reason += ", and the launch has not begun to train"
             elif self._last_line is not None and self._last_line["status"] != "running":
                 reason += f"; its last try ended: {self._launcher_reason or self._last_reason}"
-            self._tell("no_progress", reason)
+            next_step = None
+            if self._awaited_save:
+                reason += f"; training waits for a save: {self._awaited_save}"
+                next_step = WAITING_STEP
+            self._tell("no_progress", reason, next_step=next_step)
 
     def _tell_end(self, status: dict[str, Any], *, next_step: str | None = None) -> None:
         """Tell how the launch has ended, from a status. A run that was done before this launch was told already."""

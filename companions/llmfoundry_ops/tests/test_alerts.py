@@ -15,7 +15,7 @@ from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.ranks.ending import LOST_CONTACT
 from llmfoundry_lite.ranks.identity import describe_process
 from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, read_status, write_ended_early, write_status
-from llmfoundry_ops.alerts import ALERTS, IN_A_ROW, STARTED, WINDOW, LossSpikes, append_record
+from llmfoundry_ops.alerts import ALERTS, IN_A_ROW, STARTED, WAITING_STEP, WINDOW, LossSpikes, append_record
 from llmfoundry_ops.faults import FaultRecord
 from llmfoundry_ops.observer_process import FALLBACK_SECONDS, TOLD_LATE, LaunchObserver
 from llmfoundry_ops.rank_times import MAX_RANKS, read_rank_times, read_slow_ranks
@@ -245,6 +245,21 @@ def test_the_age_of_a_save_is_known_after_a_restart(folder):
     resumed.train(3, last_saved="ba3", saved_at=None)
     resumed.look()
     assert resumed.observer.saved_at == 1796030100.0
+
+
+def test_training_that_waits_for_a_save_is_told_until_the_save_is_there(folder):
+    launch = Launch(folder, no_progress_minutes=10)
+    launch.train(1, last_saved="ba1", saved_at=1.0, failed_saves=0)
+    launch.train(2, last_saved="ba1", saved_at=1.0, failed_saves=0, waits_for_save="ba2 in s3://bucket/tiny")
+    assert launch.look() == ["began", "failed_saves"]
+    told = launch.told[-1]
+    assert told.reason == "training stands still, because it waits for a save: ba2 in s3://bucket/tiny"
+    assert told.next == WAITING_STEP
+    launch.clock.seconds += 601
+    assert launch.look() == ["began", "failed_saves", "no_progress"]
+    assert str(launch.told[-1].reason).endswith("; training waits for a save: ba2 in s3://bucket/tiny")
+    launch.train(3, last_saved="ba2", saved_at=2.0, failed_saves=0)
+    assert launch.look()[-1] == "saves_recovered"
 
 
 def test_no_progress_is_told_once_until_a_batch_comes(folder):
