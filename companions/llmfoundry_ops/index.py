@@ -26,7 +26,7 @@ from llmfoundry_lite.checkpoint.run_log import METRICS, number_of, read_lines
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration
 from llmfoundry_lite.errors import CheckpointError, DataError, mask_credentials
-from llmfoundry_lite.ranks.status import SAVED_IN, STATUS, is_sound, read_status
+from llmfoundry_lite.ranks.status import LAUNCHES, SAVED_IN, STATUS, is_sound, read_status
 from llmfoundry_lite.report.log import LOSS, RATE
 from llmfoundry_lite.report.reading import CONFIG, find_checkpoint_folder, read_config, read_recorded
 from llmfoundry_lite.report.segments import segment_facts
@@ -247,6 +247,9 @@ def _read_run_folder(line: RunLine, run: FoundRun) -> None:
     line.reason = status.get("reason")
     process = status.get("process") or {}
     line.host = process.get("host")
+    if line.host is None and LAUNCHES in run.names:  # the launch has ended
+        host = read_last_record(folder, LAUNCHES).get("host")
+        line.host = host[:200] if isinstance(host, str) else None
     if status.get("failed_saves"):
         line.reason = _join(line.reason, f"failed saves {status['failed_saves']}: {status.get('save_error')}")
 
@@ -379,9 +382,12 @@ def read_status_in(folder: Folder) -> dict[str, Any] | None:
     return content if is_sound(content) else None
 
 
-def read_last_record(folder: Folder) -> dict[str, Any]:
-    """Read the last whole record of a run's log from the end of the file; empty if there is none. Raises OSError."""
-    source = folder.source(METRICS)
+def read_last_record(folder: Folder, name: str = METRICS) -> dict[str, Any]:
+    """Read the last whole record of a run's log, or of LAUNCHES, from the end of the file; empty if there is none.
+
+    Raises OSError.
+    """
+    source = folder.source(name)
     try:
         num_bytes = min(source.num_bytes, TAIL_BYTES)
         tail = bytearray(num_bytes)

@@ -409,8 +409,9 @@ def test_the_end_of_a_launch_whose_observer_died_is_told_by_the_next(folder):
     assert launch.look() == ["began"]
 
 
-def test_the_end_of_a_launch_is_told_if_its_observer_had_not_even_begun(folder):
-    append_record(folder, {"time": 1.0, "event": STARTED, "observer": "first"})
+def test_the_end_of_a_launch_that_was_recorded_before_its_observer_ran_is_told_once(folder):
+    for event in (STARTED, "began"):
+        append_record(folder, {"time": 1.0, "event": event, "batch": 0, "observer": "first"})
     launch = Launch(folder)
     launch.train(1)
     launch.look()

@@ -1,6 +1,7 @@
 """`llmfoundry-lite runs ls`: runs below a folder or in a bucket, each by a few small files."""
 
 import json
+import socket
 import time
 
 import pytest
@@ -195,6 +196,7 @@ def test_run_folders_are_listed_by_status_log_and_checkpoints(tmp_path, capsys):
     assert facts.keys() == {"done", "islands/a"}
     done, island = facts["done"], facts["islands/a"]
     assert (done["state"], done["batch"], done["max_duration"], done["last_saved"]) == ("done", 2, "2ba", "ba2")
+    assert done["host"] == socket.gethostname()
     assert (island["state"], island["batch"], island["last_saved"], island["saved_at"]) == ("running", 3, "ba2", 1.7e9)
     assert island["reason"] == "failed saves 2: no space left"
     assert main.run(["runs", "ls", str(tmp_path / "runs")]) == 0
