@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -19,9 +18,9 @@ from composer import core
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
-from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
-from llmfoundry_lite.checkpoint.run_log import FAILED_SAVES, METRICS, SAVED, UNSAVED_BATCHES, Log, read_log
-from llmfoundry_lite.checkpoint.save import Saved, SaveMetadata, Saver
+from llmfoundry_lite.checkpoint.manifest import Manifest, Segment
+from llmfoundry_lite.checkpoint.run_log import FAILED_SAVES, SAVED, UNSAVED_BATCHES, Log, read_log
+from llmfoundry_lite.checkpoint.save import Saved, Saver
 from llmfoundry_lite.checkpoint.start import Start, find_microbatch, open_run_store
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.config.changes import Change, find_changes
@@ -39,13 +38,13 @@ from llmfoundry_lite.training.gradient_step import GradientStep
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
-from llmfoundry_lite.training.run_folder import log_until
 from llmfoundry_lite.training.run_state import (
     RunState,
     build_segment,
     chosen_options,
     with_references,
 )
+from llmfoundry_lite.training.save_metadata import collect_metadata, is_in_run_folder
 from llmfoundry_lite.training.save_policy import SavePolicy
 from llmfoundry_lite.training.save_texts import (
     describe_failed_saves,
@@ -388,17 +387,12 @@ class Checkpointing(Callback):
 
         The disk is asked once, because it may hang later, and the thread that ends the launch must not wait for it.
         """
-        return self._is_in_run_folder(self.store)
+        return is_in_run_folder(self.store, self.config)
 
     @cached_property
     def has_second_in_run_folder(self) -> bool:
         """Whether the second place for checkpoints is in the run folder. The disk is asked once."""
-        return self.store.second is not None and self._is_in_run_folder(self.store.second)
-
-    def _is_in_run_folder(self, place: CheckpointStore) -> bool:
-        """Return whether a place for checkpoints is in the run folder, on this machine."""
-        local_path = place.root.path_here
-        return local_path is not None and local_path.resolve().is_relative_to(Path(self.config.run_folder).resolve())
+        return self.store.second is not None and is_in_run_folder(self.store.second, self.config)
 
     def record_launch(self, record: dict[str, Any]) -> None:
         """Write a record of this launch beside checkpoints that are outside the run folder, in the background.
@@ -437,7 +431,7 @@ class Checkpointing(Callback):
             if self._advance_save(take_lease, state, logger) is not None:
                 return
 
-        begin_save = partial(self.saver.save, self.model.model, state.optimizers[0], self._save_metadata(state))
+        begin_save = partial(self.saver.save, self.model.model, state.optimizers[0], collect_metadata(self, state))
         # `Saver.save` first waits for the previous save. If that has failed, this one has not begun yet.
         previous_error = self._advance_save(begin_save, state, logger)
         if previous_error is not None:
@@ -595,34 +589,6 @@ class Checkpointing(Callback):
         if self.unlogged_digest:
             logger.log_metrics(self.unlogged_digest)
             self.unlogged_digest = {}
-
-    def _save_metadata(self, state: State) -> SaveMetadata:
-        """Return what a checkpoint of this batch holds besides tensors: clocks, configuration, segments, and the log.
-
-        The ranks exchange nothing.
-        """
-        timestamp = state.timestamp
-        batch = int(timestamp.batch)
-
-        # A checkpoint outside the run folder needs a copy of the log. It is read when the save is published, because
-        # loggers write this batch's record after this callback.
-        log_path = Path(self.config.run_folder) / METRICS
-        is_beside_log = self.saves_into_run_folder
-        if self.saver.second is not None:
-            is_beside_log = is_beside_log and self.has_second_in_run_folder
-        read_log_until_batch = None if is_beside_log else partial(log_until, log_path, batch)
-
-        return SaveMetadata(
-            timestamp=Timestamp(
-                epoch=int(timestamp.epoch), batch=batch, sample=int(timestamp.sample), token=int(timestamp.token)
-            ),
-            run_name=self.config.run_name,
-            fingerprints=self.start.fingerprints,
-            config=as_dict(self.config),
-            segments=self.segments_until(state),
-            scalars=self.run_state.collect(state),
-            log=read_log_until_batch,
-        )
 
     def segments_until(self, state: State) -> tuple[Segment, ...]:
         """Return where the run has been trained until now: a segment for each launch, this one last.

@@ -18,6 +18,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_lite.training import after_save, failed_saves
+from llmfoundry_lite.training import checkpointing as checkpointing_module
 from llmfoundry_lite.training import start as start_module
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
@@ -273,7 +274,7 @@ def test_a_disk_that_hangs_later_is_not_asked_where_checkpoints_are(tmp_path, mo
     records: list[dict[str, Any]] = []
     parts.saver = SimpleNamespace(record_launch=records.append)  # type: ignore[assignment]
     parts.record_launch({"status": "running"})
-    monkeypatch.setattr(parts, "_is_in_run_folder", lambda place: pytest.fail("asked again"))
+    monkeypatch.setattr(checkpointing_module, "is_in_run_folder", lambda place, config: pytest.fail("asked again"))
     parts.record_launch({"status": "preempted"})
     assert [record["status"] for record in records] == ["running", "preempted"]
 

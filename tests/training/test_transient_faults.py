@@ -204,7 +204,7 @@ def test_a_save_that_is_due_while_a_failing_one_goes_on_is_left_out_unless_it_is
     run.parts.agreement, run.parts.run_state = SimpleNamespace(all_idle=False), SimpleNamespace()
     begun, logger = [], SimpleNamespace(log_metrics=lambda metrics: None)
     run.parts._advance_save = lambda step, state, logger: begun.append(step)
-    run.parts._save_metadata = lambda state: None
+    monkeypatch.setattr(checkpointing, "collect_metadata", lambda saving, state: None)
     run.parts.model, run.state.optimizers = SimpleNamespace(model=None), [None]
     run.parts.saver.save = begun.append
     del run.parts._save
