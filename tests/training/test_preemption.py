@@ -344,7 +344,10 @@ class Ended:
         monkeypatch.setattr(preemption_module, "announce_preemption", lambda reason: None)
         self.preemption = Preemption(tmp_path, 0.0, None, print, lambda status, why: self.recorded.append(status))
         run_folder: Any = SimpleNamespace(
-            fail=lambda status, *reason, **options: self.recorded.append(status), trainer=None, folder=tmp_path
+            fail=lambda status, *reason, **options: self.recorded.append(status),
+            trainer=None,
+            folder=tmp_path,
+            is_main=False,
         )
         self.launch = train_module.Launch(
             config=SimpleNamespace(), run_folder=run_folder, preemption=self.preemption, partners=Partners()
