@@ -16,6 +16,7 @@ from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.data_stages import distinct_streams, first_batches
 from llmfoundry_lite.config.layout import Layout, describe_layout
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.scalars import FromEnvironment
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.yaml_text import dump_record
@@ -28,8 +29,9 @@ from llmfoundry_lite.errors import (
     printable,
 )
 from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_lite.estimate.model_memory import knows_optimizer
+from llmfoundry_lite.estimate.model_memory import describe_unknown_parts, knows_optimizer
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
+from llmfoundry_lite.own_code import is_own
 from llmfoundry_lite.preflight import Preflight, count_epoch_samples
 
 MANY_EPOCHS = 100
@@ -69,6 +71,7 @@ def describe_launch(
         f"start          {start}",
         f"model          {count_parameters(model):,} parameters, {model.n_layers} blocks of width {model.d_model}",
         f"model FLOPs    {flops}",
+        *_with_heading("own parts", _describe_own_parts(model)),
         *_with_heading("devices", describe_layout(layout)),
         *_with_heading("batch", _describe_batch(config, layout)),
         *_with_heading("samples", describe_division("samples", config, layout)),
@@ -158,6 +161,14 @@ def _describe_end(config: TrainConfig, start: Start) -> str:
         if span is not None and has_reached(span, start.training_done):
             return f", {words}: nothing is trained"
     return ""
+
+
+def _describe_own_parts(model: ModelConfig) -> list[str]:
+    """Return a line about parts of the model that are the user's own code; none without such parts."""
+    parts = describe_unknown_parts(model)
+    if not parts:
+        return []
+    return [f"{parts}: not counted in parameters, FLOPs and memory, because a dry run imports no code"]
 
 
 def _describe_batch(config: TrainConfig, layout: Layout) -> list[str]:
@@ -266,7 +277,7 @@ def _describe_optimizer(config: TrainConfig) -> str:
     facts = [f"{optimizer.name}, lr {optimizer.lr:g}"]
     if optimizer.adamw_lr is not None:
         facts.append(f"adamw_lr {optimizer.adamw_lr:g}")
-    if optimizer.name.startswith("python:"):
+    if is_own(optimizer.name):
         # Arguments as they are recorded, without secrets.
         arguments = as_dict(config)["optimizer"]["kwargs"]
         facts += [f"{key} {value}" for key, value in arguments.items()]

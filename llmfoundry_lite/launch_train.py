@@ -338,7 +338,7 @@ def prepare_environment(config: TrainConfig) -> None:
     the variable FULL_IMPORTS turns that off.
     """
     set_environment(config.environment)
-    if config.has_own_components:
+    if config.own_code:
         os.environ.setdefault(FULL_IMPORTS, "1")
 
 

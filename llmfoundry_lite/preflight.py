@@ -46,6 +46,7 @@ from llmfoundry_lite.evaluation.items import SEPARATE
 from llmfoundry_lite.evaluation.tasks import check_task
 from llmfoundry_lite.files import exists, is_file, open_regular
 from llmfoundry_lite.hardware import GIB, Device
+from llmfoundry_lite.own_code import PREFIX
 
 C_COMPILERS = ("gcc", "clang", "g++")
 FAST_MULTIPLE = 128
@@ -320,15 +321,10 @@ def _check_loggers(config: TrainConfig, findings: Preflight, *, must_exist: bool
 def _check_import_paths(config: TrainConfig) -> None:
     """Raise ConfigError if the module of a `python:module:Thing` cannot be found. Nothing is imported.
 
-    Such a name may stand for an optimizer, a loader or a callback that the user has written.
+    Such a name may stand for an optimizer, a loader, a callback or a part of the model that the user has written.
     """
-    key_and_name = [("optimizer.name", config.optimizer.name)]
-    key_and_name += [(f"{key}.name", loader.name) for key, loader in config.loaders.items()]
-    key_and_name += [("callbacks", name) for name in config.callbacks.extra]
-    for key, name in key_and_name:
-        if not name.startswith("python:"):
-            continue
-        module, _, _ = name.removeprefix("python:").partition(":")
+    for key, name in config.own_code:
+        module, _, _ = name.removeprefix(PREFIX).partition(":")
         missing_module = _find_missing_module(module)
         if missing_module:
             raise ConfigError(f"{key}: {name}: No module named {missing_module!r}; is its folder on PYTHONPATH?")

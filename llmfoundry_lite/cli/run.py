@@ -118,6 +118,9 @@ def generate(
     tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer, as a folder or a Hub name [default: the model's own].")
     ] = None,
+    trust_code: Annotated[
+        bool, typer.Option("--trust-code", help="Run code (python: objects) that a checkpoint names for its model.")
+    ] = False,
 ) -> None:
     """Generate text with a model."""
     import torch
@@ -127,7 +130,7 @@ def generate(
     from llmfoundry_lite.evaluation.models import locate_and_load_model
 
     device = torch.device(device_type())
-    located = locate_and_load_model(where, tokenizer=tokenizer, device=device)
+    located = locate_and_load_model(where, tokenizer=tokenizer, device=device, trusts_code=trust_code)
     for note in located.notes:
         print(printable(note), file=sys.stderr)
     model = model_of(located)
@@ -218,10 +221,10 @@ def replay_command(
         raise ConfigError(f"replay: {' '.join(arguments or ())} given, expected baN..baM once, and key=value pairs")
 
     # Plan, and write the configuration of the replay into a folder that is removed at the end.
-    plan = plan_replay(where, states[0] if states else None, uses_recorded_remote=use_recorded_remote)
+    options = {"trusts_code": trust_code, "uses_recorded_remote": use_recorded_remote}
+    plan = plan_replay(where, states[0] if states else None, **options)
     with tempfile.TemporaryDirectory(prefix="llmfoundry-lite-replay-") as temporary:
         folder = Path(temporary) / "run"
-        options = {"trusts_code": trust_code, "uses_recorded_remote": use_recorded_remote}
         path = write_replay(plan, folder, num_ranks, changes, **options)
 
         # Check it as rank 0 would, before any rank starts.

@@ -26,6 +26,7 @@ from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.uses import note_unused_keys, refuse_unused_keys
 from llmfoundry_lite.errors import ConfigError, join_with_or
+from llmfoundry_lite.own_code import is_own
 
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -274,9 +275,26 @@ def _check_layout(config: TrainConfig) -> None:
     is_given = config.tp_config or config.cp_config or config.pp_config
     if not is_given:
         return
+    _refuse_to_divide_own_parts(config)
     check_division = companions.load_if_installed("llmfoundry_layouts.checks:check_division")
     if check_division is not None:
         check_division(config)
+
+
+def _refuse_to_divide_own_parts(config: TrainConfig) -> None:
+    """Raise ConfigError for a part of the user's own in a layout that divides layers, samples or blocks."""
+    degrees = {
+        "tp_config.tensor_parallel_degree": config.tensor_parallel_degree,
+        "cp_config.context_parallel_degree": config.context.context_parallel_degree,
+        "pp_config.pipeline_parallel_degree": config.pipeline.pipeline_parallel_degree,
+    }
+    for key, name in config.model.own_parts.items():
+        for degree_key, degree in degrees.items():
+            if degree > 1:
+                raise ConfigError(
+                    f"{degree_key}: {degree} given, but nothing is known of how model.{key}, {name}, could be divided; "
+                    "remove it: FSDP alone divides parts of your own"
+                )
 
 
 def check_batch(config: TrainConfig, layout: Layout) -> None:
@@ -459,7 +477,7 @@ def _check_exact_sums(config: TrainConfig) -> None:
         "precision: amp_fp16": (config.precision == "amp_fp16", "the loss scale changes what is rounded"),
         "model.attn_config.attn_pdrop": (bool(config.model.attn_config.attn_pdrop), "kernels draw it for each rank"),
         "train_loader.name": (config.train_loader.name != "text", "nothing is known of the rows of its microbatches"),
-        "optimizer.name": (config.optimizer.name.startswith("python:"), "nothing is known of its arithmetic on shards"),
+        "optimizer.name": (is_own(config.optimizer.name), "nothing is known of its arithmetic on shards"),
     }
     for key, (is_asked_for, why) in reasons.items():
         if is_asked_for:

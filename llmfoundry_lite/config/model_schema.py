@@ -20,12 +20,13 @@ from llmfoundry_lite.config.fields import (
     validator,
 )
 from llmfoundry_lite.errors import join_with_or
+from llmfoundry_lite.own_code import is_own
 
 MIN_FLEX_HEAD_DIM = 16
 """Least dimension of a head in FlexAttention's kernels. It is the smallest matrix product of Triton."""
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Keys of rope_hf_config that only the type llama3 reads."""
-NORMS = "low_precision_layernorm layernorm low_precision_rmsnorm rmsnorm"
+NORMS = "low_precision_layernorm layernorm low_precision_rmsnorm rmsnorm python:"
 MAX_TRIED_DIVISOR = 2**20
 """Largest number that `divisors` tries, because a YAML may have any number and a longer search would take seconds."""
 
@@ -101,6 +102,11 @@ NORMS_OF_Q_AND_K = (
         reason="q and k have norms only with qk_ln or qk_gn; model.norm_type and model.norm_eps are for all others",
     ),
 )
+OWN_NORM = Use(
+    has_effect=lambda block, _: is_own(block.norm_type),
+    reason="only a python: norm is given them, and {path}.norm_type is {block.norm_type}; remove it",
+    is_refused=True,
+)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -132,6 +138,8 @@ class AttentionConfig:
     """Kind of norm that qk_ln and qk_gn compute. As in LLM Foundry, it does not follow model.norm_type."""
     norm_eps: float = setting(1e-5, POSITIVE, uses=NORMS_OF_Q_AND_K)
     """Number that the norms of q and k add to the variance."""
+    norm_kwargs: dict[str, Any] = setting(dict, uses=(OWN_NORM,))
+    """Arguments of a `python:` norm of q and k."""
     clip_qkv: float | None = setting(None, POSITIVE)
     """Clamp q, k and v to [-clip_qkv, clip_qkv]."""
     softmax_scale: float | None = setting(None, POSITIVE)
@@ -341,10 +349,12 @@ class ModelConfig:
     norm_type: str = setting(
         "low_precision_layernorm",
         choices=NORMS,
-        instead="use rmsnorm or low_precision_rmsnorm, layernorm or low_precision_layernorm",
+        instead="use rmsnorm or low_precision_rmsnorm, layernorm or low_precision_layernorm, or python:",
     )
-    """Kind of norm. layernorm and rmsnorm compute in fp32, the others in the compute precision."""
+    """Kind of norm. layernorm and rmsnorm compute in fp32, the low_precision ones in the compute precision."""
     norm_eps: float = setting(1e-5, POSITIVE)
+    norm_kwargs: dict[str, Any] = setting(dict, uses=(OWN_NORM,))
+    """Arguments of a `python:` norm."""
     tie_word_embeddings: bool = True
     loss_fn: str = setting(
         "auto",
@@ -381,6 +391,15 @@ class ModelConfig:
             yield "logit_scale: 0 given, which makes every token as likely as any other; remove it or give a number"
         for problem in self.init_config.problems():
             yield f"init_config.{problem}"
+
+    @property
+    def own_parts(self) -> dict[str, str]:
+        """Dotted key in this block -> import path, for each part of the model that is the user's own code."""
+        names = {
+            "norm_type": self.norm_type,
+            "attn_config.norm_type": self.attn_config.norm_type,
+        }
+        return {key: name for key, name in names.items() if is_own(name)}
 
     @property
     def uses_learned_positions(self) -> bool:

@@ -14,6 +14,7 @@ from llmfoundry_lite.config.fields import (
     validator,
 )
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration
+from llmfoundry_lite.own_code import is_own
 
 NEWTON_SCHULZ_STEPS = 5
 """Default of muon's ns_steps, the iterations of Newton and Schulz's method."""
@@ -27,7 +28,7 @@ LINEAR_DECAY = (only_with("linear_decay_with_warmup"),)
 STABLE_DECAY = (only_with("warmup_stable_decay"),)
 INVERSE_SQUARE_ROOT = (only_with("inv_sqrt_with_warmup"),)
 OWN_OPTIMIZER = Use(
-    has_effect=lambda optimizer, _: optimizer.name.startswith("python:"),
+    has_effect=lambda optimizer, _: is_own(optimizer.name),
     reason="only a python: optimizer is given them, and {path}.name is {block.name}; remove it",
     is_refused=True,
 )
@@ -122,6 +123,6 @@ def keys_of_optimizer(block: dict[str, Any]) -> dict[str, Any]:
     A user's own `python:` optimizer does not get our `betas` or `weight_decay`. Its arguments are in `kwargs`. All keys
     of our own optimizers stay.
     """
-    if not str(block.get("name")).startswith("python:"):
+    if not is_own(block.get("name")):
         return block
     return {key: block[key] for key in ("name", "lr", "kwargs") if key in block}

@@ -47,6 +47,7 @@ from llmfoundry_lite.config.spans import (
     parse_limit,
 )
 from llmfoundry_lite.errors import mask_urls
+from llmfoundry_lite.own_code import is_own
 
 MAX_REPLICATED_PARAMETERS = 1.5e9
 """Models with more parameters are sharded by default. With gradients and AdamW's state, this many take 24 GB in fp32.
@@ -469,11 +470,13 @@ class TrainConfig:
         return self.eval_subset_num_batches * self.global_train_batch_size
 
     @property
-    def has_own_components(self) -> bool:
-        """Whether the YAML names code of the user by its import path, `python:package.module:Thing`."""
-        names = [self.optimizer.name]
-        names += [loader.name for loader in self.loaders.values()]
-        return bool(self.callbacks.extra) or any(name.startswith("python:") for name in names)
+    def own_code(self) -> list[tuple[str, str]]:
+        """Code of the user that the YAML names: dotted key and import path, `python:package.module:Thing`, of each."""
+        names = [(f"model.{key}", name) for key, name in self.model.own_parts.items()]
+        names.append(("optimizer.name", self.optimizer.name))
+        names += [(f"{key}.name", loader.name) for key, loader in self.loaders.items()]
+        names += [("callbacks", name) for name in self.callbacks.extra]
+        return [(key, name) for key, name in names if is_own(name)]
 
     @property
     def keys_of_ops(self) -> list[str]:

@@ -8,25 +8,29 @@ from llmfoundry_lite.config.check import check_model
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError
 from llmfoundry_lite.models.flops import find_size_mismatch
+from llmfoundry_lite.own_code import trust_code
 
 MODEL = "model/"
 """Beginning of the names of a model's tensors in a checkpoint."""
 
 
-def read_model(checkpoint: Checkpoint) -> ModelConfig:
+def read_model(checkpoint: Checkpoint, *, trusts_code: bool = False) -> ModelConfig:
     """Return the model configuration that a checkpoint's manifest records.
+
+    A manifest may come from a stranger. If it names code, for a part of the model, the code runs only with
+    `trusts_code`, by which the user has said that they trust its author.
 
     Only the sizes are compared with the checkpoint's tensors, so that a manifest cannot make a caller build a model
     that is far larger than they are. `evaluation.models.model_config_of` compares names and shapes, too.
 
-    Raises DataError if the manifest does not say what model it is, or describes an impossible one, and CheckpointError
-    if the model is far larger than the tensors.
+    Raises DataError if the manifest does not say what model it is, describes an impossible one, or names code that is
+    not trusted, and CheckpointError if the model is far larger than the tensors.
     """
     config = checkpoint.manifest.config
     if not isinstance(config, dict) or "model" not in config:
         raise DataError(f"models: {checkpoint.url} does not say what model it is; expected a checkpoint of a run")
 
-    # The manifest may come from a stranger, so its model is checked as a YAML file's is.
+    # The model is checked as a YAML file's is.
     try:
         model = build_block(ModelConfig, config["model"], "model")
         check_model(model)
@@ -36,6 +40,14 @@ def read_model(checkpoint: Checkpoint) -> ModelConfig:
         raise DataError(f"{checkpoint.url}: its manifest describes a model that cannot be: {reason}") from error
     if problem is not None:
         raise misfit(checkpoint, problem)
+
+    if model.own_parts and not trusts_code:
+        code = ", ".join(f"model.{key} {name}" for key, name in model.own_parts.items())
+        raise DataError(
+            f"{checkpoint.url}: its model has parts that are code of its author: {code}; if you trust it, let it run: "
+            "eval with trust_code=true, generate and replay with --trust-code; other commands run no such code"
+        )
+    trust_code(model.own_parts.values())
     return model
 
 

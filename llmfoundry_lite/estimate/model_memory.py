@@ -16,6 +16,7 @@ from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
 from llmfoundry_lite.hardware import GIB, MIB
+from llmfoundry_lite.own_code import is_own
 
 OPTIMIZER_SLOTS = {"lion": (1,), "decoupled_lionw": (1,), "muon": (1, 2)}
 """fp32 elements that an optimizer keeps for each parameter of a block, and for each other parameter if that differs."""
@@ -82,7 +83,15 @@ def optimizer_slots(config: TrainConfig) -> tuple[int, ...]:
 
 def knows_optimizer(config: TrainConfig) -> bool:
     """Return whether the state that the optimizer keeps is known. For a user's own optimizer it is a guess."""
-    return not config.optimizer.name.startswith("python:")
+    return not is_own(config.optimizer.name)
+
+
+def describe_unknown_parts(model: ModelConfig) -> str:
+    """Return which parts of a model no estimate knows, because they are the user's own code; empty if there are none.
+
+    For example, "python:mine.norms:ScaleNorm (model.norm_type)". Estimates count them as nothing.
+    """
+    return ", ".join(f"{name} (model.{key})" for key, name in model.own_parts.items())
 
 
 # --------------------------------------------------------------------------------------------------- moments
@@ -448,8 +457,11 @@ def _count_attention_per_token(portion: Portion) -> int:
 def _norm_statistics_bytes(norm_type: str) -> int:
     """Return the bytes of the statistics that a norm keeps of each token: one fp32 for RMSNorm, two for LayerNorm.
 
-    This holds for RMSNorm's fused kernel on accelerators. On a CPU, torch computes it in steps that keep more.
+    This holds for RMSNorm's fused kernel on accelerators. On a CPU, torch computes it in steps that keep more. What a
+    norm of the user's own keeps is not known, and counts as nothing.
     """
+    if is_own(norm_type):
+        return 0
     return FP32_BYTES if norm_type.endswith("rmsnorm") else 2 * FP32_BYTES
 
 
@@ -627,6 +639,8 @@ def shapes_of_block(portion: Portion) -> Shapes:
 
 
 def _shapes_of_norm(model: ModelConfig, width: int, norm_type: str) -> Shapes:
-    """Return the shapes of a norm's weight, and of its bias if it has one."""
+    """Return the shapes of a norm's weight, and of its bias if it has one. A norm of the user's own counts as none."""
+    if is_own(norm_type):
+        return []
     has_bias = not model.no_bias and not norm_type.endswith("rmsnorm")
     return [(width, 1)] * (2 if has_bias else 1)

@@ -214,12 +214,13 @@ def load(
     tokenizer: str | os.PathLike[str] | None = None,
     dtype: str | torch.dtype = "float32",
     device: str | int | torch.device | None = None,
+    trust_code: bool = False,
 ) -> LoadedModel:
     """Load a model from a run, a checkpoint, a Hugging Face folder or `hf:NAME`. Verifies every block that it reads.
 
     From a run, it loads the newest intact checkpoint, and warns about each newer one that is damaged. MPT, GPT-2,
     Llama, Mistral and Qwen are loaded into this package's MPT; transformers runs other causal models. Code in a folder
-    is never run.
+    is never run. Code that a checkpoint names for parts of its model (`python:`) is run with `trust_code` alone.
 
     >>> model = lf.load("runs/tiny")
     >>> model
@@ -248,7 +249,11 @@ def load(
 
     tokenizer_path = None if tokenizer is None else os.fspath(tokenizer)
     located = locate_and_load_model(
-        os.fspath(where), tokenizer=tokenizer_path, precision=precision, device=chosen_device
+        os.fspath(where),
+        tokenizer=tokenizer_path,
+        precision=precision,
+        device=chosen_device,
+        trusts_code=trust_code,
     )
     for note in located.notes:
         warnings.warn(note, stacklevel=2)

@@ -66,6 +66,8 @@ class Placement(NamedTuple):
     device: torch.device
     shard: Shard | None
     """None: the whole model is on this rank's device."""
+    trusts_code: bool = False
+    """Whether parts of the model may be code that a checkpoint names."""
 
 
 @dataclass(kw_only=True)
@@ -166,6 +168,7 @@ def locate_model(
     precision: str = "fp32",
     device: torch.device,
     shard: Shard | None = None,
+    trusts_code: bool = False,
 ) -> LocatedModel:
     """Find a model and its tokenizer without reading its weights.
 
@@ -174,13 +177,14 @@ def locate_model(
     precision: fp32, tf32, bf16 or fp16, which decides the dtype of the weights.
     device: this rank's device, on which the weights will be.
     shard: function that shards the model over all ranks; None keeps the whole model on each rank.
+    trusts_code: run code that a checkpoint names for parts of its model.
 
     Returns the model with its tokenizer loaded; calling its `load` reads the weights.
 
     Raises CheckpointError if no checkpoint is intact, DataError if there is no model or no tokenizer, and ConfigError
     if a companion package is needed and missing.
     """
-    placement = Placement(DTYPES[precision], device, shard)
+    placement = Placement(DTYPES[precision], device, shard, trusts_code)
 
     # A companion fetches a model on the Hub into a local folder.
     if source.startswith("hf:"):
@@ -214,7 +218,7 @@ def _find_in_run(source: str, tokenizer_name: str | None, placement: Placement) 
     if checkpoint is None:
         raise DataError(f"models: {source} holds neither a checkpoint nor the config.json of a Hugging Face model")
     manifest = checkpoint.manifest
-    config = model_config_of(checkpoint)
+    config = model_config_of(checkpoint, trusts_code=placement.trusts_code)
 
     # The recorded tokenizer may have been on another machine.
     tokenizer = find_tokenizer(manifest.config, checkpoint, f"models: {source}", tokenizer_name)
@@ -235,13 +239,14 @@ def _find_in_run(source: str, tokenizer_name: str | None, placement: Placement) 
     )
 
 
-def model_config_of(checkpoint: Checkpoint) -> ModelConfig:
+def model_config_of(checkpoint: Checkpoint, *, trusts_code: bool = False) -> ModelConfig:
     """Return the model configuration that a checkpoint records, once its tensors are known to fit it.
 
-    Raises DataError if the checkpoint was not saved by this library's trainer, and CheckpointError if the names or
+    `trusts_code` lets code that the checkpoint names for parts of its model run; it runs here already. Raises DataError
+    if the checkpoint was not saved by this library's trainer, or names code that is not trusted, and CheckpointError if the names or
     shapes of its tensors are not those of the recorded model.
     """
-    config = read_model(checkpoint)
+    config = read_model(checkpoint, trusts_code=trusts_code)
     problem = find_mismatch(config, shapes_in(checkpoint))
     if problem:
         raise misfit(checkpoint, problem)

@@ -86,7 +86,9 @@ def _find_readers(config: EvalConfig) -> list[Reader]:
         if source.startswith("hf:"):
             fetch = companions.load("llmfoundry_formats.hub_models:fetch_to_evaluate", f"models: {source}")
             source = str(fetch(source.removeprefix("hf:"), with_weights=False))
-        located = locate_model(source, tokenizer=config.tokenizer, device=torch.device("cpu"))
+        located = locate_model(
+            source, tokenizer=config.tokenizer, device=torch.device("cpu"), trusts_code=config.trust_code
+        )
         tokenizer = located.tokenizer
         model_length = located.max_seq_len or DEFAULT_MAX_SEQ_LEN
         max_seq_len = min(model_length, config.max_seq_len or model_length)

@@ -187,7 +187,12 @@ def find_models(
         try:
             with user_errors_on_all_ranks():
                 located = locate_model(
-                    source, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
+                    source,
+                    tokenizer=config.tokenizer,
+                    precision=config.precision,
+                    device=device,
+                    shard=shard,
+                    trusts_code=config.trust_code,
                 )
                 tokenizer = located.tokenizer
                 tokenizer_key = (tokenizer.fingerprint, tokenizer.eos_token_id, *tokenizer.beginning)

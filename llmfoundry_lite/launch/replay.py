@@ -126,12 +126,15 @@ class Outcome(NamedTuple):
 # ------------------------------------------------------------------------------------------------------ what to train
 
 
-def plan_replay(location: str, states: str | None, *, uses_recorded_remote: bool = False) -> ReplayPlan:
+def plan_replay(
+    location: str, states: str | None, *, trusts_code: bool = False, uses_recorded_remote: bool = False
+) -> ReplayPlan:
     """Choose the batches to train again and the checkpoint to begin from, and read what the run recorded of them.
 
     `location` is the path or URL of a run or of a folder of checkpoints. `states` is such as `ba100..ba110`: from the
     state after batch 100 to the one after batch 110. By default it goes from the last checkpoint but one to the last.
-    With `uses_recorded_remote`, the run's checkpoints may be read from the object store that it recorded.
+    With `trusts_code`, parts of the run's model may be code that it names. With `uses_recorded_remote`, the run's
+    checkpoints may be read from the object store that it recorded.
 
     Raises ConfigError for states that cannot be replayed, DataError if the log or the configuration lacks something,
     and CheckpointError.
@@ -168,7 +171,7 @@ def plan_replay(location: str, states: str | None, *, uses_recorded_remote: bool
     start_checkpoints = [] if start is None else [start]
     for checkpoint in later_checkpoints or start_checkpoints:
         # Raises for a configuration of a larger model than the checkpoint's tensors belong to, before ranks build it.
-        read_model(checkpoint)
+        read_model(checkpoint, trusts_code=trusts_code)
 
     return ReplayPlan(
         location=location,

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.own_code import is_own
 
 TOKENS_PER_PARAMETER = 20
 """Tokens for each parameter that make the best model for a given budget of FLOPs, approximately (Hoffmann et al. 2022,
@@ -12,6 +13,8 @@ TOKENS_PER_PARAMETER = 20
 
 def count_parameters(model: ModelConfig) -> int:
     """Count the parameters of a model, exactly as `sum(p.numel() for p in MPT(model).parameters())` does.
+
+    Parts of the user's own (`ModelConfig.own_parts`) are not imported here, and count as nothing. A caller says so.
 
     For LLM Foundry's published models, which have biases and learned positions, this is V*d + s*d + L*(12*d^2 + 13*d) +
     2*d, where V is the vocabulary, d the width, s the sequence length and L the number of blocks.
@@ -45,7 +48,12 @@ def count_parameters(model: ModelConfig) -> int:
 
 
 def _count_norm_vectors(norm_type: str, has_bias: int) -> int:
-    """Return how many vectors of parameters a norm has: a weight, and for a LayerNorm with biases (1) also a bias."""
+    """Return how many vectors of parameters a norm has: a weight, and for a LayerNorm with biases (1) also a bias.
+
+    What a norm of the user's own has is not known here, and counts as nothing.
+    """
+    if is_own(norm_type):
+        return 0
     return 1 if norm_type.endswith("rmsnorm") else 1 + has_bias
 
 
@@ -74,7 +82,7 @@ def count_flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
     N are the parameters in matrix products: all but an untied input embedding, which is looked up. L are the layers, q
     the width of all heads together, and s the keys of a query, as if it attended to the whole row, or to the whole
-    sliding window if there is one. Nothing that is computed a second time counts.
+    sliding window if there is one. Nothing that is computed a second time counts, and nothing of the user's own parts.
     """
     num_multiplied = count_parameters(model)
     if not model.tie_word_embeddings:

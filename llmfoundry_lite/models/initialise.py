@@ -22,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from llmfoundry_lite.config.layout import RowRanges, ranges_between
 from llmfoundry_lite.config.model_schema import InitConfig, ModelConfig
 from llmfoundry_lite.models.mpt import MPT, Norm
+from llmfoundry_lite.models.own_parts import BY_SCHEME, InitialValues, find_owner, initial_values
 from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
 
 BLOCK_SIZE = 1 << 16
@@ -40,14 +41,35 @@ def initialise_weights(model: MPT, seed: int) -> None:
     num_threads = max(1, count_usable_cores() // this_rank().local_world_size)  # the ranks of a node share its cores
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, Norm):
-                _local_tensor(parameter).fill_(1.0 if name == "weight" else 0.0)
-            elif name == "bias" and model.config.init_config.name != "default_":
-                _local_tensor(parameter).zero_()
-            else:
-                full_name = _remove_wrappers(f"{module_name}.{name}")
+            full_name = f"{module_name}.{name}"
+            kind, *numbers = _initial_values(model, module, full_name)
+            is_zero_bias = kind == "scheme" and name == "bias" and model.config.init_config.name != "default_"
+            if kind == "constant" or is_zero_bias:
+                _local_tensor(parameter).fill_(0.0 if is_zero_bias else numbers[0])
+                continue
+
+            full_name = _remove_wrappers(full_name)
+            if kind == "scheme":
                 distribution = _choose_distribution(module, full_name, parameter.shape, model.config)
-                _fill_shard(parameter, module, distribution, seed, full_name, num_threads)
+            else:
+                distribution = {"normal": _normal, "uniform": _uniform}[kind](*numbers)
+            _fill_shard(parameter, module, distribution, seed, full_name, num_threads)
+
+
+def _initial_values(model: MPT, module: nn.Module, full_name: str) -> InitialValues:
+    """Return how a parameter is first drawn. `module` is the layer that has it, and `full_name` its name in the model.
+
+    A part of the user's own says so itself, or it could not have been built, and so does our norm. Other layers of ours
+    follow the scheme.
+    """
+    found = find_owner(model, full_name)
+    if found is not None:
+        values = initial_values(*found)
+        assert values is not None, "refused when the part was built"
+        return values
+    if isinstance(module, Norm):
+        return module.initial_distribution(full_name.rpartition(".")[-1])
+    return BY_SCHEME
 
 
 def _fill_shard(
@@ -166,7 +188,8 @@ def _choose_distribution(module: nn.Module, name: str, shape: torch.Size, config
     fan_out = config.head_dim if is_drawn_by_head else shape[0]
     fan_in = shape[1]
     std = _scheme_std(init, fan_in, fan_out, config.d_model)
-    if name.endswith(("out_proj.weight", "down_proj.weight")):  # these write into the residual stream
+    # These write into the residual stream. Parts written for LLM Foundry mark their layers with an attribute.
+    if name.endswith(("out_proj.weight", "down_proj.weight")) or getattr(module, "_is_residual", False):
         std /= _residual_divisor(config)
 
     if init.name.endswith("uniform_"):

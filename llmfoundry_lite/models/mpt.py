@@ -30,8 +30,10 @@ from torch import Tensor, nn
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, ModelConfig
 from llmfoundry_lite.models.attention import Mask, build_mask
 from llmfoundry_lite.models.dropout import dropout, seeds_of_site, seeds_of_tokens
+from llmfoundry_lite.models.own_parts import build_norm as build_own_norm
 from llmfoundry_lite.models.positions import Rotation, build_rotation, compute_alibi_slopes, rotate
 from llmfoundry_lite.models.products import Linear, linear
+from llmfoundry_lite.own_code import is_own
 
 Head = Callable[[Tensor, Tensor], Any]
 """Maps (hidden_btd, unembedding_vd) to logits, to a loss, or to log-probabilities."""
@@ -99,7 +101,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.first_block = 0
         """Number of the first block in the whole model; above 0 in the later stages of a pipeline."""
-        self.norm_f = Norm(config.d_model, config, has_bias=not config.no_bias)
+        self.norm_f = build_norm(config.d_model, config, has_bias=not config.no_bias)
 
         # A list and not a tensor, because the model may be built without memory, on the meta device.
         self.alibi_slopes: list[float] | None = None
@@ -207,9 +209,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig):
         """Build the two layers and the norms of their inputs."""
         super().__init__()
-        self.norm_1 = Norm(config.d_model, config, has_bias=not config.no_bias)
+        self.norm_1 = build_norm(config.d_model, config, has_bias=not config.no_bias)
         self.attn = Attention(config)
-        self.norm_2 = Norm(config.d_model, config, has_bias=not config.no_bias)
+        self.norm_2 = build_norm(config.d_model, config, has_bias=not config.no_bias)
         if config.ffn_config.ffn_type == "mptglu":
             self.ffn = GatedFeedForward(config)
         else:
@@ -258,11 +260,11 @@ class Attention(nn.Module):
         self.out_proj = Linear(config.q_dim, config.d_model, bias=not config.no_bias)
 
         if self.attn_config.qk_ln:  # over all heads together
-            self.q_ln = Norm(config.q_dim, self.attn_config, has_bias=not config.no_bias)
-            self.k_ln = Norm(config.kv_dim, self.attn_config, has_bias=not config.no_bias)
+            self.q_ln = build_norm(config.q_dim, self.attn_config, has_bias=not config.no_bias)
+            self.k_ln = build_norm(config.kv_dim, self.attn_config, has_bias=not config.no_bias)
         elif self.attn_config.qk_gn:  # over each head, with weights that all heads share
-            self.q_ln = Norm(config.head_dim, self.attn_config, has_bias=not config.no_bias)
-            self.k_ln = Norm(config.head_dim, self.attn_config, has_bias=not config.no_bias)
+            self.q_ln = build_norm(config.head_dim, self.attn_config, has_bias=not config.no_bias)
+            self.k_ln = build_norm(config.head_dim, self.attn_config, has_bias=not config.no_bias)
 
     def forward(
         self, x_btd: Tensor, mask: Mask, rotation: Rotation | None, append_to_cache: AppendToCache | None
@@ -359,6 +361,13 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def build_norm(width: int, config: ModelConfig | AttentionConfig, *, has_bias: bool) -> nn.Module:
+    """Build the norm that `config.norm_type` names, for vectors of `width` elements: ours, or one of the user's own."""
+    if is_own(config.norm_type):
+        return build_own_norm(config, width, has_bias=has_bias)
+    return Norm(width, config, has_bias=has_bias)
+
+
 class Norm(nn.Module):
     """LayerNorm or RMSNorm.
 
@@ -377,6 +386,10 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         bias = nn.Parameter(torch.empty(width)) if has_bias and not self.is_rms else None
         self.register_parameter("bias", bias)
+
+    def initial_distribution(self, name: str) -> tuple[str, float]:
+        """Return how the weight or the bias is first drawn, as `own_parts.initial_values` asks."""
+        return ("constant", 1.0 if name == "weight" else 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of x."""

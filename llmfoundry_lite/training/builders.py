@@ -1,6 +1,5 @@
 """One `build_<thing>` for each block of the YAML, and the trainer that consists of them."""
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,12 +26,13 @@ from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.models.mpt import Block
+from llmfoundry_lite.models.own_parts import find_own_parts, mark_of
+from llmfoundry_lite.own_code import call_object, is_own, trust_code
 from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding_gradient
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh, build_stage_group
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.ranks.rank import this_rank
-from llmfoundry_lite.search_path import allow_working_directory_for
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement, Meter, count_tokens
 from llmfoundry_lite.training.checkpointing import Checkpointing, Start
@@ -63,6 +63,8 @@ def build_and_restore(
     optimizer state. `start` is what `find_start` has chosen, and `partners` are the other launches of the run. Raises
     UserError on all ranks.
     """
+    trust_code(name for _, name in config.own_code)  # the configuration of a launch is its user's
+
     # Data and model. All ranks with the same data rank read the same rows of each batch.
     layout = layout_here(config)
     ranks = layout.data_ranks(this_rank().rank)
@@ -139,7 +141,7 @@ def build_callbacks(
         LearningRate(config.scheduler, config.max_duration),
         RunMonitor(
             config.callbacks.speed_monitor.window_size,
-            count_flops_per_token(config.model, config.max_seq_len),
+            find_flops_per_token(config, model),
             config.max_duration,
             devices.computed_precision(config.precision).removeprefix("amp_"),
             partners,
@@ -155,7 +157,7 @@ def build_callbacks(
         )
 
     for name, arguments in config.callbacks.extra.items():
-        callbacks.append(call_object(name, "callbacks", **arguments))
+        callbacks.append(call_object(name, "callbacks", "callbacks", **arguments))
     if config.callbacks.profiler is not None:
         callbacks.append(Profiler(config.callbacks.profiler, Path(config.run_folder)))
     return callbacks
@@ -175,6 +177,22 @@ def build_rank_times(
     if layout.tensor == 1 and layout.context == 1:  # otherwise ranks wait for each other in every block
         blocks = [module for module in model.modules() if isinstance(module, Block)]
     return [RankTimes(config.stragglers, layout, blocks, agreement, run_folder)]
+
+
+def find_flops_per_token(config: TrainConfig, model: torch.nn.Module) -> int | None:
+    """Return the FLOPs of training on one token, forward and backward; None if a part of the user's own does not say.
+
+    A part says so by its attribute `flops_per_token`. A norm that does not counts like ours, by 6 for each parameter.
+    """
+    total = count_flops_per_token(config.model, config.max_seq_len)
+    for part in find_own_parts(model):
+        flops = getattr(part, "flops_per_token", None)
+        if flops is None and mark_of(part).is_norm:
+            flops = 6 * sum(parameter.numel() for parameter in part.parameters())
+        if flops is None:
+            return None
+        total += int(flops)
+    return total
 
 
 def build_foundry_callbacks(config: TrainConfig, checkpointing: Checkpointing) -> list[Callback]:
@@ -356,7 +374,7 @@ def build_optimizer_of(
         return build_adamw(parameters, config, fused=fused)
     if config.name in ("lion", "decoupled_lionw"):
         return build_lion(parameters, config)
-    return call_object(config.name, "optimizer", parameters, lr=config.lr, **config.kwargs)
+    return call_object(config.name, "optimizer.name", "optimizer", parameters, lr=config.lr, **config.kwargs)
 
 
 # ------------------------------------------------------------------------------------------------------------- data
@@ -404,9 +422,10 @@ def build_data(
     to a subset. The wrapper counts the tokens of a batch without padding. Raises UserError.
     """
     # A loader of the user's own.
-    if loader.name.startswith("python:"):
+    if is_own(loader.name):
         batches = call_object(
             loader.name,
+            f"{key}.name",
             key,
             device_batch_size=global_batch_size // layout.num_data_ranks,
             num_workers=loader.num_workers,
@@ -439,36 +458,3 @@ def build_data(
         timeout=loader.timeout,
     )
     return DataSpec(batches, get_num_tokens_in_batch=count_tokens)
-
-
-# ---------------------------------------------------------------------------------------------- the user's own objects
-
-
-def call_object(name: str, key: str, /, *arguments: Any, **options: Any) -> Any:
-    """Import one of the user's own objects, which the YAML names, and call it. Returns its result.
-
-    `name` has the form `python:package.module:Thing`. `key` is the block of the YAML that has the name, for errors, and
-    `options` are the block's other keys. For example, `call_object("python:mine.callbacks:Beep", "callbacks", every=5)`
-    returns `mine.callbacks.Beep(every=5)`.
-
-    Raises ConfigError if the name has another form, if the module or its attribute is missing, or if the object does
-    not take these keys.
-    """
-    # Callbacks are named by the keys of their block, other objects by a key `name` in it.
-    key_of_name = f"{key}.name" if key != "callbacks" else key
-    module_name, _, attribute = name.removeprefix("python:").partition(":")
-    if not attribute:
-        raise ConfigError(f"{key_of_name}: {name!r} given, expected python:package.module:Thing")
-
-    allow_working_directory_for(module_name)
-    try:
-        user_object = getattr(importlib.import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{key_of_name}: {name}: {error}; is its folder on PYTHONPATH?") from None
-    except AttributeError:
-        raise ConfigError(f"{key_of_name}: {name}: module {module_name} has no {attribute}") from None
-
-    try:
-        return user_object(*arguments, **options)
-    except TypeError as error:
-        raise ConfigError(f"{key}: {name} does not take these keys: {error}") from error

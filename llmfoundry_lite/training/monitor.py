@@ -92,7 +92,8 @@ class RunMonitor(Callback):
 
     window_size: int
     """Number of batches over which rates are averaged."""
-    flops_per_token: int
+    flops_per_token: int | None
+    """Forward and backward; None for a model with a part of the user's own that does not say how many it needs."""
     max_duration: Duration
     compute_dtype: str
     """Precision in which matrices are multiplied, as the table of accelerators names it."""
@@ -115,6 +116,8 @@ class RunMonitor(Callback):
         is_unknown_gpu = self.peak_flops is None and devices.device_type() == "cuda"
         if is_unknown_gpu and dist.get_rank() == 0:
             print(f"{devices.device_name()} is not in the table of accelerators: no MFU is reported", flush=True)
+        if self.flops_per_token is None and dist.get_rank() == 0:
+            print("no FLOPs and no MFU are reported: a part of your own has no flops_per_token", flush=True)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the rates over the last `window_size` batches, and the run's elapsed and remaining time.
@@ -129,18 +132,19 @@ class RunMonitor(Callback):
         seconds = max(last.seconds - first.seconds, MIN_SECONDS)
         tokens_per_second_here = (last.tokens_here - first.tokens_here) / seconds
         world_size = dist.get_world_size()
-        flops_per_device = tokens_per_second_here * self.flops_per_token / world_size
         elapsed_seconds = time.monotonic() - self.launched_at
         metrics = {
             "throughput/tokens_per_sec": (last.tokens - first.tokens) / seconds,
             "throughput/device/tokens_per_sec": tokens_per_second_here / world_size,
-            "throughput/device/flops_per_sec": flops_per_device,
             "memory/peak_bytes": devices.peak_memory_bytes(),
             "time/batch_seconds": last.seconds - before.seconds,
             "time/elapsed_seconds": elapsed_seconds,
         }
-        if self.peak_flops is not None:
-            metrics["throughput/device/mfu"] = flops_per_device / self.peak_flops
+        if self.flops_per_token is not None:
+            flops_per_device = tokens_per_second_here * self.flops_per_token / world_size
+            metrics["throughput/device/flops_per_sec"] = flops_per_device
+            if self.peak_flops is not None:
+                metrics["throughput/device/mfu"] = flops_per_device / self.peak_flops
 
         # The rest takes as long, in proportion, as what this launch has trained.
         progress = progress_of(state, self.max_duration)

@@ -64,7 +64,7 @@ def test_nothing_is_left_out_when_told_so(packages, monkeypatch):
 )
 def test_a_component_of_the_users_own_may_need_everything(changes, is_own, tmp_path):
     path = write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data") | changes)
-    assert load_train_config([path]).config.has_own_components is is_own
+    assert bool(load_train_config([path]).config.own_code) is is_own
 
 
 @pytest.mark.slow

@@ -449,7 +449,7 @@ def test_only_saved_batches_count_as_progress_of_a_launch(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Launcher, "run", run)
     config = SimpleNamespace(
-        run_folder=str(tmp_path), retry_for=Time.parse("60s"), environment={}, has_own_components=False
+        run_folder=str(tmp_path), retry_for=Time.parse("60s"), environment={}, own_code=[]
     )
     checked = SimpleNamespace(invocation=SimpleNamespace(config=config))
     monkeypatch.setattr("llmfoundry_lite.launch_train.check", lambda arguments, merged: checked)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from llmfoundry_lite.config.layout import Layout
-from llmfoundry_lite.estimate.model_memory import knows_optimizer
+from llmfoundry_lite.estimate.model_memory import describe_unknown_parts, knows_optimizer
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER, count_flops_per_token
 from llmfoundry_lite.tables import Table
@@ -237,6 +237,9 @@ def _explain_best(plan: Plan) -> list[str]:
     if not knows_optimizer(plan.config):
         name = plan.config.optimizer.name
         lines.append(f"          of it assumed: {name} keeps two numbers for each parameter, as AdamW does")
+    unknown_parts = describe_unknown_parts(plan.config.model)
+    if unknown_parts:
+        lines.append(f"not known {unknown_parts}: counted neither in memory nor in time")
 
     shares = best.time.parts().items()
     shown_shares = [f"{share:.0%} {PARTS[name]}" for name, share in shares if share >= MIN_SHARE_SHOWN]

@@ -1,0 +1,198 @@
+"""Parts of a model that are the user's own: what each is called with, how its parameters are first drawn, and checks.
+
+A configuration names such a part by its import path, `norm_type: python:mine.norms:ScaleNorm`. The protocols below are
+the signatures, which are those that LLM Foundry's registries call. The `build_` functions import a part, build it, and
+refuse what could not be sharded, initialised or saved: buffers, parameters of another dtype than fp32, and parameters
+of which nobody says how they are drawn.
+
+`docs/own-parts.md` is the page for users. `mpt.py` calls these functions, and `initialise.py` draws what
+`initial_distribution` says.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.own_code import call_object
+
+# ---------------------------------------------------------------------------------------------------- the signatures
+
+
+class Norm(Protocol):
+    """A norm, called as `Thing(normalized_shape, eps=…, device=…, **norm_kwargs)`; it returns an `nn.Module`."""
+
+    def __init__(self, normalized_shape: int, *, eps: float, device: Any, **norm_kwargs: Any):
+        """Build the norm of vectors with `normalized_shape` elements.
+
+        `eps` is the key `norm_eps` beside `norm_type`, and `norm_kwargs` are the keys of that block. `device` is None:
+        tensors are made where torch makes them by default, which is often the meta device.
+        """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of `x`. Returns its shape and dtype."""
+
+
+# ------------------------------------------------------------------------------------------------ building and checking
+
+
+def build_norm(config: ModelConfig | AttentionConfig, width: int, *, has_bias: bool) -> nn.Module:
+    """Build the user's own norm, for vectors of `width` elements.
+
+    `config` is the block whose `norm_type` names it. Without `has_bias`, its biases are removed, as LLM Foundry does
+    with `no_bias`. Raises ConfigError for a norm that cannot be built or trained.
+    """
+    is_model = isinstance(config, ModelConfig)
+    block_key = "model" if is_model else "model.attn_config"
+    key = f"{block_key}.norm_type"
+    norm = call_object(
+        config.norm_type, key, f"{block_key}.norm_kwargs", width, eps=config.norm_eps, device=None, **config.norm_kwargs
+    )
+    _check_is_module(norm, config.norm_type, key)
+    if not has_bias:
+        for module in norm.modules():
+            if isinstance(getattr(module, "bias", None), nn.Parameter):
+                module.register_parameter("bias", None)
+    return _adopt(norm, config.norm_type, key, is_norm=True)
+
+
+def _check_is_module(part: Any, name: str, key: str) -> None:
+    """Raise ConfigError for a part that is not a module of torch."""
+    if not isinstance(part, nn.Module):
+        raise ConfigError(f"{key}: {name} returns {type(part).__name__}, expected a torch.nn.Module")
+
+
+class OwnPart(NamedTuple):
+    """The mark that a part of the user's own has in the attribute `own_part`."""
+
+    name: str
+    """Its import path."""
+    key: str
+    """The dotted key that names it."""
+    is_norm: bool
+
+
+def _adopt(part: nn.Module, name: str, key: str, *, is_norm: bool = False) -> nn.Module:
+    """Mark a module as a part of the user's own, and return it. Raises ConfigError if it cannot be trained.
+
+    FSDP divides the rows of each parameter, checkpoints hold parameters alone, and the optimizer updates all of them.
+    """
+    part.own_part = OwnPart(name, key, is_norm)  # type: ignore[assignment]
+    for buffer_name, _ in part.named_buffers():
+        raise ConfigError(
+            f"{key}: {name} has a buffer, {buffer_name}, which no checkpoint holds; keep a number, and make the tensor "
+            "in forward, or make it a parameter"
+        )
+    for parameter_name, parameter in part.named_parameters():
+        is_checked_already = find_owner(part, parameter_name) != (part, parameter_name)
+        if is_checked_already:
+            continue
+        problem = _describe_problem(part, parameter_name, parameter)
+        if problem:
+            raise ConfigError(f"{key}: {name}: its parameter {parameter_name} {problem}")
+    return part
+
+
+def _describe_problem(part: nn.Module, parameter_name: str, parameter: nn.Parameter) -> str:
+    """Return why a parameter of a part cannot be trained, and what to do; empty if it can be."""
+    if parameter.ndim == 0:
+        return "has no dimension, and FSDP divides rows; give it the shape [1]"
+    if parameter.dtype != torch.float32:
+        return f"is {parameter.dtype}, expected torch.float32; the run's precision decides what is computed in"
+    if not parameter.requires_grad:
+        return "has requires_grad=False, and every parameter is trained here; make the tensor in forward"
+    if initial_values(part, parameter_name) is None:
+        return (
+            f"has the shape {list(parameter.shape)} and nobody says how it is drawn; give {type(part).__name__} a "
+            "method initial_distribution(name) that returns ('normal', std), ('uniform', low, high) or "
+            "('constant', value)"
+        )
+    return ""
+
+
+# -------------------------------------------------------------------------------------------------------- first values
+
+LAYERS = (nn.Linear, nn.Embedding)
+"""Modules whose weights `init_config` draws, in the user's own parts too."""
+NORM_LAYERS = (nn.LayerNorm, nn.RMSNorm)
+"""Modules of torch whose weights begin with 1, and biases with 0."""
+BY_SCHEME = ("scheme",)
+"""First values by the scheme that `init_config` names, like those of a layer of ours."""
+
+NUM_NUMBERS = {"normal": 1, "uniform": 2, "constant": 1}
+"""Name of a distribution -> how many numbers describe it."""
+
+InitialValues = tuple[Any, ...]
+"""("normal", std), ("uniform", low, high), ("constant", value) or BY_SCHEME."""
+
+
+def initial_values(part: nn.Module, parameter_name: str) -> InitialValues | None:
+    """Return how a parameter of the user's own part is first drawn; None if nobody says so.
+
+    The part's method `initial_distribution` is asked first, with the parameter's name in the part, and then that of the
+    inner module which has the parameter. After that come the weights of linear layers and embeddings, whose scheme is
+    that of `init_config`, and the weights (1) and biases (0) of norms. Raises ConfigError for an answer of another form.
+    """
+    module_name, _, name = parameter_name.rpartition(".")
+    module = part.get_submodule(module_name)
+    for owner, name_there in ((part, parameter_name), (module, name)):
+        ask = getattr(owner, "initial_distribution", None)
+        if callable(ask):
+            answer = ask(name_there)
+            if answer is not None:
+                return _check_answer(answer, part, parameter_name)
+
+    if isinstance(module, LAYERS):
+        return BY_SCHEME
+    is_vector = module.get_parameter(name).ndim == 1
+    is_in_norm = isinstance(module, NORM_LAYERS) or mark_of(part).is_norm
+    if is_in_norm and is_vector and name in ("weight", "bias"):
+        return ("constant", 1.0 if name == "weight" else 0.0)
+    return None
+
+
+def mark_of(part: nn.Module) -> OwnPart:
+    """Return the mark of a part of the user's own."""
+    mark: Any = part.own_part
+    return mark
+
+
+def find_owner(module: nn.Module, parameter_name: str) -> tuple[nn.Module, str] | None:
+    """Find the innermost part of the user's own, in `module` or `module` itself, that has a parameter.
+
+    Returns the part and the parameter's name in it; None for a parameter of our own layers.
+    """
+    found = None
+    name_inside = parameter_name
+    while True:
+        if hasattr(module, "own_part"):
+            found = (module, name_inside)
+        child_name, dot, rest = name_inside.partition(".")
+        if not dot:
+            return found
+        module = module.get_submodule(child_name)
+        name_inside = rest
+
+
+def find_own_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield each part of a model that is the user's own."""
+    for module in model.modules():
+        if hasattr(module, "own_part"):
+            yield module
+
+
+def _check_answer(answer: Any, part: nn.Module, parameter_name: str) -> InitialValues:
+    """Return the answer of a method `initial_distribution`. Raises ConfigError for one that has another form."""
+    mark = mark_of(part)
+    is_tuple = isinstance(answer, tuple | list) and len(answer) > 0
+    kind = answer[0] if is_tuple else None
+    is_known = isinstance(kind, str) and NUM_NUMBERS.get(kind) == len(answer) - 1
+    if not is_known or not all(isinstance(number, int | float) for number in answer[1:]):
+        raise ConfigError(
+            f"{mark.key}: {mark.name}: initial_distribution({parameter_name!r}) returns {answer!r}, expected "
+            "('normal', std), ('uniform', low, high), ('constant', value) or None"
+        )
+    return tuple(answer)

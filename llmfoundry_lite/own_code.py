@@ -1,0 +1,70 @@
+"""Code that a configuration names by its import path, `python:package.module:Thing`, and who has allowed it to run.
+
+A launch runs the code that its user's YAML names. A record that somebody else may have written (a checkpoint, a run, a
+config.json) names code too, and naming it must not run it. So `import_object` imports only names that this process has
+been told to trust by `trust_code`. A place that builds something from a record and forgets to ask runs no code.
+"""
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.search_path import allow_working_directory_for
+
+PREFIX = "python:"
+"""Beginning of the name of an object of the user's own."""
+
+_trusted_names: set[str] = set()
+"""Names that `import_object` imports in this process."""
+
+
+def is_own(name: Any) -> bool:
+    """Return whether the value of a key names code by its import path."""
+    return isinstance(name, str) and name.startswith(PREFIX)
+
+
+def trust_code(names: Iterable[str]) -> None:
+    """Let `import_object` import these names from now on, because the user of this process has said so.
+
+    The user has written them into the configuration of a launch, or has given the option `--trust-code` for the record
+    that they come from.
+    """
+    _trusted_names.update(names)
+
+
+def import_object(name: str, key: str) -> Any:
+    """Import one of the user's own objects, which the key `key` of a configuration names.
+
+    `name` has the form `python:package.module:Thing`. Raises ConfigError if nobody has trusted it, if the name has
+    another form, or if the module or its attribute is missing.
+    """
+    module_name, _, attribute = name.removeprefix(PREFIX).partition(":")
+    if not attribute:
+        raise ConfigError(f"{key}: {name!r} given, expected python:package.module:Thing")
+    if name not in _trusted_names:
+        raise ConfigError(f"{key}: {name} is code that is not trusted here, so it is not imported")
+
+    allow_working_directory_for(module_name)
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{key}: {name}: {error}; is its folder on PYTHONPATH?") from None
+    except AttributeError:
+        raise ConfigError(f"{key}: {name}: module {module_name} has no {attribute}") from None
+
+
+def call_object(name: str, key: str, block: str, /, *arguments: Any, **options: Any) -> Any:
+    """Import one of the user's own objects and call it. Returns its result.
+
+    `key` is the dotted key that has the name and `block` the one whose other keys are the `options`, both for errors.
+    For example, `call_object("python:mine.callbacks:Beep", "callbacks", "callbacks", every=5)` returns
+    `mine.callbacks.Beep(every=5)`.
+
+    Raises the errors of `import_object`, and ConfigError if the object does not take these keys.
+    """
+    own_object = import_object(name, key)
+    try:
+        return own_object(*arguments, **options)
+    except TypeError as error:
+        raise ConfigError(f"{block}: {name} does not take these keys: {error}") from error

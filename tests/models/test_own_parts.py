@@ -1,0 +1,170 @@
+"""Parts of a model that are the user's own code: what builds them, draws them, and what is refused."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from llmfoundry_lite import own_code
+from llmfoundry_lite.config.model_schema import AttentionConfig, InitConfig, ModelConfig
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.models.initialise import initialise_weights
+from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.own_code import trust_code
+
+PARTS = "python:tests.helpers.own_parts"
+HERE = f"python:{__name__}"
+SMALL = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=16, vocab_size=96)
+TOKENS_BT = torch.arange(16)[None]
+
+
+@pytest.fixture(autouse=True)
+def _only_what_a_test_trusts(monkeypatch):
+    """Forget after each test which code it has trusted."""
+    monkeypatch.setattr(own_code, "_trusted_names", set())
+
+
+def build(config: ModelConfig) -> MPT:
+    """Build a model with its initial weights, as a launch of its user does."""
+    trust_code(config.own_parts.values())
+    with torch.device("meta"):
+        model = MPT(config)
+    model.to_empty(device="cpu")
+    initialise_weights(model, seed=17)
+    return model
+
+
+def test_a_norm_of_torch_is_the_same_as_ours():
+    ours = build(replace(SMALL, norm_type="layernorm"))
+    own = build(replace(SMALL, norm_type="python:torch.nn:LayerNorm"))
+    for (name, weight), (own_name, own_weight) in zip(
+        ours.state_dict().items(), own.state_dict().items(), strict=True
+    ):
+        assert name == own_name and torch.equal(weight, own_weight), name
+    assert torch.equal(ours(TOKENS_BT), own(TOKENS_BT))
+
+
+def test_a_norm_gets_its_arguments_and_draws_by_its_own_method():
+    model = build(replace(SMALL, norm_type=f"{PARTS}:ScaleNorm", norm_eps=0.5, norm_kwargs={"length": 3.0}))
+    norm = model.transformer.blocks[1].norm_2
+    assert norm.eps == 0.5 and norm.length.tolist() == [3.0]
+    assert 0.01 < norm.tilt.std().item() < 0.03
+    assert not torch.equal(norm.tilt, model.transformer.blocks[0].norm_2.tilt)
+    model(TOKENS_BT).sum().backward()
+    assert all(parameter.grad is not None for parameter in norm.parameters())
+
+
+def test_norms_of_q_and_k_have_their_own_key():
+    attention = AttentionConfig(qk_ln=True, norm_type="python:torch.nn:RMSNorm", norm_eps=0.25)
+    model = build(replace(SMALL, attn_config=attention))
+    assert isinstance(model.transformer.blocks[0].attn.q_ln, nn.RMSNorm)
+    assert model.transformer.blocks[0].attn.q_ln.eps == 0.25
+    assert type(model.transformer.norm_f).__name__ == "Norm"
+
+
+def test_no_bias_removes_the_biases_of_a_norm():
+    names = dict(build(replace(SMALL, norm_type="python:torch.nn:LayerNorm", no_bias=True)).named_parameters())
+    assert "transformer.norm_f.weight" in names and "transformer.norm_f.bias" not in names
+
+
+def test_code_that_nobody_trusts_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.norm_type: python:evil:Norm is code that is not trusted here"):
+        MPT(replace(SMALL, norm_type="python:evil:Norm"))
+
+
+class Plain(nn.Module):
+    """A norm whose parameters a test chooses."""
+
+    def __init__(self, normalized_shape, eps, device, **tensors):
+        super().__init__()
+        for name, shape in tensors.items():
+            if name == "buffer":
+                self.register_buffer(name, torch.zeros(shape))
+            elif name == "frozen":
+                self.frozen = nn.Parameter(torch.zeros(shape), requires_grad=False)
+            else:
+                dtype = torch.bfloat16 if name == "short" else torch.float32
+                self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+
+class Answers(Plain):
+    """A norm with a wrong `initial_distribution`."""
+
+    def initial_distribution(self, name):
+        return ("gaussian", 1)
+
+
+REFUSED = {
+    "gate of which nobody says how it is drawn": (
+        f"{HERE}:Plain",
+        {"gate": [32]},
+        r"model\.norm_type: python:\S+:Plain: its parameter gate has the shape \[32\] and nobody says how it is drawn; "
+        r"give Plain a method initial_distribution\(name\)",
+    ),
+    "matrix called weight": (f"{HERE}:Plain", {"weight": [32, 32]}, "parameter weight has the shape"),
+    "buffer": (f"{HERE}:Plain", {"buffer": [3]}, "has a buffer, buffer, which no checkpoint holds"),
+    "scalar": (f"{HERE}:Plain", {"weight": []}, "parameter weight has no dimension, and FSDP divides rows"),
+    "dtype": (f"{HERE}:Plain", {"short": [3]}, r"parameter short is torch.bfloat16, expected torch.float32"),
+    "frozen": (f"{HERE}:Plain", {"frozen": [3]}, "parameter frozen has requires_grad=False"),
+    "wrong answer": (f"{HERE}:Answers", {"gate": [3]}, r"initial_distribution\('gate'\) returns \('gaussian', 1\)"),
+    "no module": ("python:builtins:dict", {}, r"python:builtins:dict does not take these keys"),
+    "a function": (f"{HERE}:no_module", {}, "returns int, expected a torch.nn.Module"),
+    "unknown argument": (
+        f"{PARTS}:ScaleNorm",
+        {"size": 3},
+        r"model\.norm_kwargs: python:\S+:ScaleNorm does not take these keys: .*unexpected keyword argument 'size'",
+    ),
+    "no attribute": (f"{PARTS}:Missing", {}, "module tests.helpers.own_parts has no Missing"),
+    "no such file": ("python:not_here.norms:Norm", {}, "No module named 'not_here'; is its folder on PYTHONPATH"),
+}
+
+
+def no_module(*_, **__):
+    """Return something that is no part of a model."""
+    return 3
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_norm_that_cannot_be_trained_is_refused(case):
+    name, arguments, message = REFUSED[case]
+    with pytest.raises(ConfigError) as error:
+        build(replace(SMALL, norm_type=name, norm_kwargs=arguments))
+    assert re.search(message, str(error.value)) and "\n" not in str(error.value)
+
+
+def test_an_own_part_says_first_how_linear_layers_and_norms_inside_begin():
+    values = InitConfig(name="baseline_", init_std=0.5)
+    model = build(replace(SMALL, norm_type=f"{HERE}:LearnedNorm", init_config=values))
+    norm = model.transformer.norm_f
+    assert 0.4 < norm.mix.weight.std().item() < 0.6
+    assert norm.mix.bias.abs().max().item() == 0
+    assert 0.4 / 2 < norm.out.weight.std().item() < 0.6 / 2  # sqrt(2 * 2 blocks)
+    assert norm.inner.weight.tolist() == [1.0] * 32 and norm.inner.bias.tolist() == [0.0] * 32
+    assert 0 <= norm.inner_own.tilt.min().item() < norm.inner_own.tilt.max().item() <= 2
+
+
+class LearnedNorm(nn.Module):
+    """A norm with layers of torch in it, and a layer that says itself how it begins."""
+
+    def __init__(self, normalized_shape, eps, device):
+        super().__init__()
+        self.mix = nn.Linear(normalized_shape, normalized_shape, device=device)
+        self.out = nn.Linear(normalized_shape, normalized_shape, device=device)
+        self.out._is_residual = True
+        self.inner = nn.LayerNorm(normalized_shape, device=device)
+        self.inner_own = Uniform(normalized_shape)
+
+
+class Uniform(nn.Module):
+    """A layer of one vector."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.tilt = nn.Parameter(torch.empty(width))
+
+    def initial_distribution(self, name):
+        return ("uniform", 0, 2)
