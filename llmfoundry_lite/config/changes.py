@@ -16,6 +16,7 @@ from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.optimizer_schema import keys_of_optimizer
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.own_code import is_own
 
 
 class Change(NamedTuple):
@@ -58,6 +59,8 @@ def find_changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> dict
         settings = settings_along(TrainConfig, change.key)
         shapes_dropout = any(setting.shapes_dropout for setting in settings)
         rule = "logged" if attention_dropout and shapes_dropout else rule_of(change.key)
+        if _changes_model_code(change):
+            rule = "never"
         changes[rule].append(change)
     return changes
 
@@ -72,7 +75,16 @@ def find_model_changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -
     if not isinstance(recorded_model, Mapping) or not isinstance(model, Mapping):
         return []
     changes = _compare(ModelConfig, recorded_model, model, "model")
-    return [change for change in changes if rule_of(change.key) == "never"]
+    return [change for change in changes if rule_of(change.key) == "never" or _changes_model_code(change)]
+
+
+def _changes_model_code(change: Change) -> bool:
+    """Return whether a change puts code of the user's own into the model, or takes it out.
+
+    `attn_impl` may change between implementations of ours, which compute the same. Nobody knows that of the user's own.
+    """
+    is_of_model = change.key.startswith("model.")
+    return is_of_model and (is_own(change.before) or is_own(change.after))
 
 
 def refuse_changes(changes: list[Change]) -> None:

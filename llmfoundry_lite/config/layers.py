@@ -31,6 +31,7 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.shipped import find_yaml, near_name, shipped_folder
 from llmfoundry_lite.config.yaml_text import read_yaml
 from llmfoundry_lite.errors import ConfigError, find_nearest
+from llmfoundry_lite.own_code import is_own
 
 
 class ConfigLayer(NamedTuple):
@@ -276,7 +277,8 @@ def _refuse_trusted_keys(layer: ConfigLayer) -> None:
         names_compiler = block == "compile_config" and name not in ("", *PLAIN_COMPILE_KEYS)
         starts_programs = block == "environment" or names_compiler
         names_places = block == "islands" or ".dataset." in key
-        if starts_programs or names_places:
+        names_code = is_own(find_value(layer.values, key)[1])
+        if starts_programs or names_code or names_places:
             raise ConfigError(
                 f"{AUTO}: {path} sets {key}, which {AUTO} does not take from the working directory, because nobody has "
                 f"named that file; if you trust it, give hardware=yamls/hardware/{path.name}"

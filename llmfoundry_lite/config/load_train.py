@@ -22,8 +22,10 @@ from llmfoundry_lite.config.check import check_together, find_surprises
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.fields import RUN_NAME, keys_of
 from llmfoundry_lite.config.layers import ConfigLayer, find_value, merge_layers, naming_source, read_layers, source_of
+from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, join_with_or
+from llmfoundry_lite.own_code import is_own
 
 FOLDERS_WITH_RUN_NAME = (
     *("run_folder", "save_folder", "save_fallback", "load_path", "loggers.tensorboard.log_dir"),
@@ -93,6 +95,9 @@ def load_train_config(
     dry_run = _read_options(arguments)
     layers, values = merged or merge_files(arguments, given)
     notes = [layer.note for layer in layers if layer.note]
+
+    # Arguments of the user's own parts of the model may have the names of keys that are dropped or refused next.
+    _collect_part_arguments(values)
 
     # Refuse keys of LLM Foundry that this package does not have, or drop them with a note.
     with naming_source(layers):
@@ -306,13 +311,13 @@ def _collect_own_arguments(values: dict[str, Any]) -> None:
     """
     # The user's optimizer may have an argument of the same name as a key of ours, such as `betas`, so only the first
     # keys stay. All keys of a loader stay, because they may come from a hardware overlay.
-    _move_arguments(values.get("optimizer"), {"name", "lr", "kwargs"})
+    _move_arguments(values.get("optimizer"), "name", {"name", "lr", "kwargs"})
     loaders = [values.get("train_loader"), values.get("eval_loader")]
     named_loaders = values.get("eval_loaders")
     if isinstance(named_loaders, dict):
         loaders += named_loaders.values()
     for loader in loaders:
-        _move_arguments(loader, keys_of(LoaderConfig))
+        _move_arguments(loader, "name", keys_of(LoaderConfig))
 
     # A callback's key is its import path, and its value is the block of its arguments, or null.
     callbacks = values.get("callbacks")
@@ -323,13 +328,28 @@ def _collect_own_arguments(values: dict[str, Any]) -> None:
             callbacks["extra"] = {**callbacks.get("extra", {}), **own_callbacks}
 
 
-def _move_arguments(block: Any, known_keys: Collection[str]) -> None:
+def _collect_part_arguments(values: dict[str, Any]) -> None:
+    """Move the arguments of the user's own feed-forward layer and attention into `kwargs`. Changes `values` in place.
+
+    ffn_config: {ffn_type: python:my.layers:Mixed, depth: 2}      # becomes
+    ffn_config: {ffn_type: python:my.layers:Mixed, kwargs: {depth: 2}}
+    """
+    model = values.get("model")
+    if isinstance(model, dict):
+        _move_arguments(model.get("ffn_config"), "ffn_type", keys_of(FFNConfig))
+        _move_arguments(model.get("attn_config"), "attn_type", keys_of(AttentionConfig))
+
+
+def _move_arguments(block: Any, name_key: str, known_keys: Collection[str]) -> None:
     """Move the keys of a block that are not in `known_keys` into its `kwargs`, if it names a user's own object.
 
-    Changes the block in place. Blocks of our own objects, and values that are not blocks, are left alone.
+    `name_key` is the key of the name. Changes the block in place. Blocks of our own objects, and values that are not
+    blocks, are left alone.
     """
-    is_own_object = isinstance(block, dict) and str(block.get("name", "")).startswith("python:")
-    if not is_own_object:
+    if not isinstance(block, dict) or not is_own(block.get(name_key)):
         return
+    kwargs = block.get("kwargs") or {}
+    if not isinstance(kwargs, dict):
+        return  # the schema refuses it
     arguments = {key: block.pop(key) for key in list(block) if key not in known_keys}
-    block["kwargs"] = {**block.get("kwargs", {}), **arguments}
+    block["kwargs"] = {**kwargs, **arguments}

@@ -108,22 +108,41 @@ OWN_NORM = Use(
     is_refused=True,
 )
 
+OWN_ATTENTION = Use(
+    has_effect=lambda attention, _: is_own(attention.attn_type),
+    reason="only a python: attention is given them, and {path}.attn_type is {block.attn_type}; remove it",
+    is_refused=True,
+)
+OWN_FFN = Use(
+    has_effect=lambda ffn, _: is_own(ffn.ffn_type),
+    reason="only a python: ffn_type is given them, and {path}.ffn_type is {block.ffn_type}; remove it",
+    is_refused=True,
+)
+NOT_FOR_OWN_FFN = "{block.ffn_type} is not given it; {path}.kwargs passes arguments of that name"
+OF_OUR_FFN = (
+    Use(has_effect=lambda ffn, _: not is_own(ffn.ffn_type), reason=NOT_FOR_OWN_FFN, is_refused=True),
+    # A record has the defaults, so these are only noted.
+    Use(has_effect=lambda ffn, _: not is_own(ffn.ffn_type), reason=NOT_FOR_OWN_FFN, even_default=True),
+)
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class AttentionConfig:
     """Attention and positions."""
 
     attn_type: str = setting(
-        "multihead_attention", choices="multihead_attention grouped_query_attention multiquery_attention"
+        "multihead_attention", choices="multihead_attention grouped_query_attention multiquery_attention python:"
     )
+    """python:package.module:Thing is a class of your own, for the whole layer of attention."""
     kv_n_heads: int | None = setting(None, POSITIVE)
     """grouped_query_attention: heads of keys and values, each shared by n_heads / kv_n_heads heads of queries."""
     attn_pdrop: float = setting(0.0, PROBABILITY)
     """Dropout of attention probabilities."""
     attn_impl: str = setting(
-        "auto", choices="auto sdpa blocked flex flash reference torch", hardware=True, shapes_dropout=True
+        "auto", choices="auto sdpa blocked flex flash reference torch python:", hardware=True, shapes_dropout=True
     )
-    """flash: the flash-attn package where it is installed, else what auto chooses. LLM Foundry's torch is sdpa."""
+    """flash: the flash-attn package where it is installed, else what auto chooses. LLM Foundry's torch is sdpa.
+    python:package.module:Thing is a function of your own, which then belongs to the model and never changes."""
     fused_qkv: bool = True
     """One matrix for q, k and v, under every layout; tensor parallelism divides it by heads."""
     head_dim: int | None = setting(None, POSITIVE)
@@ -165,6 +184,8 @@ class AttentionConfig:
     """LLM Foundry's two implementations. Here they compute the same; only hf reads rope_hf_config."""
     rope_hf_config: RopeScaling = setting(RopeScaling)
     """Scaling beyond the trained length."""
+    kwargs: dict[str, Any] = setting(dict, uses=(OWN_ATTENTION,))
+    """Arguments of a `python:` attention. Keys beside attn_type that are not listed here are such arguments, too."""
 
     def problems(self, n_heads: int, num_kv_heads: int, head_dim: int) -> Iterator[str]:
         """Yield `key: what is wrong` for each key that does not go with another one, or with the model's heads.
@@ -223,13 +244,15 @@ class FFNConfig:
 
     ffn_type: str = setting(
         "mptmlp",
-        choices="mptmlp mptglu",
-        instead="mixture of experts and TransformerEngine layers are left out; use mptmlp or mptglu",
+        choices="mptmlp mptglu python:",
+        instead="mixture of experts and TransformerEngine layers are left out; use mptmlp, mptglu or python:",
     )
-    """mptglu: down(act(gate(x)) * up(x))"""
-    ffn_act_fn: FFNActivation = setting(FFNActivation)
-    ffn_hidden_size: int | None = setting(None, POSITIVE)
+    """mptglu: down(act(gate(x)) * up(x)). python:package.module:Thing is one of your own."""
+    ffn_act_fn: FFNActivation = setting(FFNActivation, uses=OF_OUR_FFN)
+    ffn_hidden_size: int | None = setting(None, POSITIVE, uses=OF_OUR_FFN)
     """Width of the feed-forward layer; default: expansion_ratio * d_model."""
+    kwargs: dict[str, Any] = setting(dict, uses=(OWN_FFN,))
+    """Arguments of a `python:` ffn_type. Keys beside it that are not listed here are such arguments, too."""
 
 
 KAIMING = (only_with("kaiming_normal_", "kaiming_uniform_", is_refused=False),)
@@ -376,7 +399,8 @@ class ModelConfig:
             yield f"attn_config.{problem}"
 
         ffn_dim = self.d_model * self.expansion_ratio
-        if self.ffn_config.ffn_hidden_size is None and ffn_dim != int(ffn_dim):
+        is_ours = not is_own(self.ffn_config.ffn_type)
+        if is_ours and self.ffn_config.ffn_hidden_size is None and ffn_dim != int(ffn_dim):
             yield (
                 f"expansion_ratio: {self.expansion_ratio} x d_model, {self.d_model}, is no whole number; the nearest "
                 f"that gives one is {max(1, round(ffn_dim)) / self.d_model}"
@@ -397,7 +421,10 @@ class ModelConfig:
         """Dotted key in this block -> import path, for each part of the model that is the user's own code."""
         names = {
             "norm_type": self.norm_type,
+            "attn_config.attn_type": self.attn_config.attn_type,
+            "attn_config.attn_impl": self.attn_config.attn_impl,
             "attn_config.norm_type": self.attn_config.norm_type,
+            "ffn_config.ffn_type": self.ffn_config.ffn_type,
         }
         return {key: name for key, name in names.items() if is_own(name)}
 
@@ -441,9 +468,10 @@ class ModelConfig:
     def stacked_rows(self, name: str) -> tuple[int, ...]:
         """Return the numbers of rows of q, k and v in the parameter `name`, if it stacks them in one matrix.
 
-        For `blocks.0.attn.Wqkv.weight` this is (q_dim, kv_dim, kv_dim). For other parameters it is empty.
+        For `blocks.0.attn.Wqkv.weight` this is (q_dim, kv_dim, kv_dim). For other parameters, and in attention of the
+        user's own, it is empty.
         """
-        is_stacked = ".Wqkv." in name
+        is_stacked = ".Wqkv." in name and not is_own(self.attn_config.attn_type)
         return (self.q_dim, self.kv_dim, self.kv_dim) if is_stacked else ()
 
     @property
@@ -470,5 +498,7 @@ class ModelConfig:
 
     @property
     def ffn_dim(self) -> int:
-        """Width of the hidden layer of the feed-forward network."""
+        """Width of the hidden layer of the feed-forward network; 0 for one of the user's own, which is not known."""
+        if is_own(self.ffn_config.ffn_type):
+            return 0
         return self.ffn_config.ffn_hidden_size or int(self.d_model * self.expansion_ratio)

@@ -188,6 +188,11 @@ def read_hf_config(folder: Path) -> HFConfig:
 
 def describe_export_problem(config: ModelConfig) -> str | None:
     """Return why a model cannot be exported, and what to do about it, as the text of an error; None if it can be."""
+    for key, name in config.own_parts.items():
+        return (
+            f"model.{key}: {name} is code of your own, and no format of transformers has it; keep the training "
+            "checkpoint, which holds everything"
+        )
     return describe_inexpressible_option(config, choose_format(config))
 
 

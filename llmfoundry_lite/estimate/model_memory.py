@@ -378,7 +378,8 @@ def count_products_per_token(portion: Portion) -> int:
     model = portion.model
 
     # Results that a tensor group divides. Attention also keeps one fp32 for each head, its logsumexp.
-    num_attention = 2 * (model.q_dim + model.kv_dim)
+    has_own_attention = is_own(model.attn_config.attn_type)  # nothing of it is known
+    num_attention = 0 if has_own_attention else 2 * (model.q_dim + model.kv_dim)
     num_feed_forward = portion.num_up_matrices * model.ffn_dim
     divided_bytes = (num_attention + num_feed_forward) * portion.compute_bytes + model.n_heads * FP32_BYTES
 
@@ -420,9 +421,11 @@ def count_block_per_token(portion: Portion) -> int:
 def _count_attention_per_token(portion: Portion) -> int:
     """Count bytes of a token that a block's attention keeps, from the product that makes its queries to its output.
 
-    The bytes are those of all heads; a tensor group divides them.
+    The bytes are those of all heads; a tensor group divides them. Nothing is known of attention of the user's own.
     """
     model = portion.model
+    if is_own(model.attn_config.attn_type):
+        return 0
     q_dim = model.q_dim
     kv_dim = model.kv_dim
     attn_config = model.attn_config
@@ -619,22 +622,31 @@ def shapes_of_block(portion: Portion) -> Shapes:
     else:
         qkv_rows = [q_dim // tensor_degree, kv_dim // tensor_degree, kv_dim // tensor_degree]
     up_rows = [model.ffn_dim // tensor_degree] * portion.num_up_matrices
-    shapes = [(rows, d) for rows in (*qkv_rows, *up_rows)]
-    shapes += [(d, q_dim // tensor_degree), (d, model.ffn_dim // tensor_degree)]  # out_proj and down_proj
+    attention_shapes = [(rows, d) for rows in qkv_rows]
+    attention_shapes.append((d, q_dim // tensor_degree))  # out_proj
+    ffn_shapes = [(rows, d) for rows in up_rows]
+    ffn_shapes.append((d, model.ffn_dim // tensor_degree))  # down_proj
 
     # List the biases.
     if model.has_qkv_bias:
-        shapes += [(rows, 1) for rows in qkv_rows]
+        attention_shapes += [(rows, 1) for rows in qkv_rows]
     if not model.no_bias:
-        shapes += [(rows, 1) for rows in (*up_rows, d, d)]
+        attention_shapes.append((d, 1))
+        ffn_shapes += [(rows, 1) for rows in (*up_rows, d)]
 
-    # List the norms: one before attention, one before the feed-forward layer, and those of queries and keys, if any.
-    shapes += _shapes_of_norm(model, d, model.norm_type) * 2
+    # List the norms: those of queries and keys, if any, one before attention, and one before the feed-forward layer.
     if attn_config.qk_ln:
-        shapes += _shapes_of_norm(model, q_dim, attn_config.norm_type)
-        shapes += _shapes_of_norm(model, kv_dim, attn_config.norm_type)
+        attention_shapes += _shapes_of_norm(model, q_dim, attn_config.norm_type)
+        attention_shapes += _shapes_of_norm(model, kv_dim, attn_config.norm_type)
     elif attn_config.qk_gn:
-        shapes += _shapes_of_norm(model, model.head_dim, attn_config.norm_type) * 2
+        attention_shapes += _shapes_of_norm(model, model.head_dim, attn_config.norm_type) * 2
+    shapes = _shapes_of_norm(model, d, model.norm_type) * 2
+
+    # Nothing is known of layers of the user's own.
+    if not is_own(attn_config.attn_type):
+        shapes += attention_shapes
+    if not is_own(model.ffn_config.ffn_type):
+        shapes += ffn_shapes
     return shapes
 
 

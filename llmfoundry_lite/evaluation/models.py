@@ -243,8 +243,8 @@ def model_config_of(checkpoint: Checkpoint, *, trusts_code: bool = False) -> Mod
     """Return the model configuration that a checkpoint records, once its tensors are known to fit it.
 
     `trusts_code` lets code that the checkpoint names for parts of its model run; it runs here already. Raises DataError
-    if the checkpoint was not saved by this library's trainer, or names code that is not trusted, and CheckpointError if the names or
-    shapes of its tensors are not those of the recorded model.
+    if the checkpoint was not saved by this library's trainer, or names code that is not trusted, and CheckpointError if
+    the names or shapes of its tensors are not those of the recorded model.
     """
     config = read_model(checkpoint, trusts_code=trusts_code)
     problem = find_mismatch(config, shapes_in(checkpoint))

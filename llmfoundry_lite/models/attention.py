@@ -8,6 +8,8 @@
 - `blocked`: matrix products over blocks of queries, for CPUs (`blocked_attention.py`)
 - `flash`: the package flash-attn
 
+A user may name a function of their own, which `add_implementation` adds.
+
 `choose_implementation` decides which one a training run uses. In each forward pass `build_mask` builds one `Mask`, and
 every block of the model calls its `attend`. Loss, parallelism and the projections around attention live elsewhere.
 
@@ -18,9 +20,11 @@ Legend: b batch, t position of a query, s position of a key, h heads, g heads of
 
 import importlib.util
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +42,7 @@ from llmfoundry_lite.models.flex_attention import (
     document_block_mask,
     raise_recompile_limit,
 )
+from llmfoundry_lite.own_code import import_object, is_own
 
 # ------------------------------------------------------------------------------------------- which implementation
 
@@ -56,6 +61,8 @@ def choose_implementation(model: ModelConfig, device_type: str, precision: torch
     cannot train this model on any device.
     """
     requested = model.attn_config.attn_impl
+    if is_own(requested):
+        return requested, "your own"
     is_16_bit = precision in (torch.bfloat16, torch.float16)
     can_use_flash = (
         device_type == "cuda"
@@ -102,9 +109,10 @@ class Mask:
     """
 
     implementation: str
-    """reference, sdpa, blocked, flex or flash."""
+    """reference, sdpa, blocked, flex or flash, or the import path of the user's own function."""
     bias_bhts: Tensor | None = None
-    """reference, sdpa, blocked: added to the scores, -inf where masked; b and h may be 1. None: causal, no bias."""
+    """reference, sdpa, blocked, own: added to the scores, -inf where masked; b and h may be 1. None: causal, without a
+    bias."""
     is_lower_right_causal: bool = False
     """sdpa on a GPU: causal without a bias, though there are more keys than queries. The queries stand at the positions
     of the last keys, so that the diagonal of the mask ends in its lower right corner."""
@@ -161,7 +169,8 @@ def build_mask(
 
     # flex, flash and blocked take no arbitrary mask, and blocked takes no cache: sdpa computes these by a bias.
     is_blocked_decoding = implementation == "blocked" and num_queries != num_keys
-    if implementation != "reference" and (attention_mask_bts is not None or is_blocked_decoding):
+    takes_any_bias = implementation == "reference" or is_own(implementation)
+    if not takes_any_bias and (attention_mask_bts is not None or is_blocked_decoding):
         implementation = "sdpa"
 
     if implementation == "flex":
@@ -403,13 +412,83 @@ def _attend_flash(
     return out_nhk.view_as(q_bthk)
 
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
     "reference": _attend_reference,
     "sdpa": _attend_sdpa,
     "blocked": _attend_blocked,
     "flex": _attend_flex,
     "flash": _attend_flash,
 }
+
+# ------------------------------------------------------------------------------------ a function of the user's own
+
+
+class OwnAttention(Protocol):
+    """A function of the user's own, with the arguments with which LLM Foundry calls its implementations."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        n_heads: int,
+        kv_n_heads: int,
+        past_key_value: None,
+        softmax_scale: float,
+        attn_bias: Tensor | None,
+        key_padding_mask: None,
+        is_causal: bool,
+        dropout_p: float,
+        training: bool,
+        needs_weights: bool,
+    ) -> Any:
+        """Compute attention. Returns [b, t, h*k], or a tuple that begins with it.
+
+        query: [b, t, h*k], and `key` and `value` [b, s, g*k], which have the keys of a cache already.
+        attn_bias: [b, h, t, s], where b and h may be 1, added to the scores; -inf where a query must not see a key.
+        is_causal: whether there is no bias and a query sees the keys at or before it; t and s are equal then.
+        """
+
+
+def add_implementation(name: str) -> str:
+    """Add the user's own function to IMPLEMENTATIONS, under its import path `name`, which is returned.
+
+    Raises ConfigError if the function cannot be imported, or its code is not trusted.
+    """
+    function: OwnAttention = import_object(name, "model.attn_config.attn_impl")
+    IMPLEMENTATIONS[name] = partial(_attend_own, function)
+    return name
+
+
+def _attend_own(
+    function: OwnAttention,
+    q_bthk: Tensor,
+    k_bsgk: Tensor,
+    v_bsgk: Tensor,
+    mask: Mask,
+    scale: float | None,
+    dropout_p: float,
+) -> Tensor:
+    """Compute attention by the user's own function. The other arguments and the result are those of `Mask.attend`."""
+    found = function(
+        q_bthk.flatten(-2),
+        k_bsgk.flatten(-2),
+        v_bsgk.flatten(-2),
+        n_heads=q_bthk.size(2),
+        kv_n_heads=k_bsgk.size(2),
+        past_key_value=None,
+        softmax_scale=scale or 1.0 / math.sqrt(q_bthk.size(-1)),
+        attn_bias=mask.bias_bhts,
+        key_padding_mask=None,
+        is_causal=mask.bias_bhts is None,
+        dropout_p=dropout_p,
+        training=dropout_p > 0,
+        needs_weights=False,
+    )
+    out_btd = found[0] if isinstance(found, tuple) else found
+    return out_btd.unflatten(-1, q_bthk.shape[2:])
+
 
 # ------------------------------------------------------------------------------------------- flash-attn: documents
 

@@ -31,10 +31,14 @@ def count_parameters(model: ModelConfig) -> int:
         attention += qk_norm_vectors * (q_dim + kv_dim)
     elif model.attn_config.qk_gn:
         attention += qk_norm_vectors * 2 * model.head_dim
+    if is_own(model.attn_config.attn_type):
+        attention = 0
 
     # The feed-forward layer: one matrix or, with a gate, two that widen, and one that narrows.
     num_up = 2 if model.ffn_config.ffn_type == "mptglu" else 1
     feed_forward = (num_up + 1) * d * model.ffn_dim + has_bias * (num_up * model.ffn_dim + d)
+    if is_own(model.ffn_config.ffn_type):
+        feed_forward = 0
 
     # Input and output embeddings, which are one matrix if they are tied, and learned positions.
     num_embeddings = 1 if model.tie_word_embeddings else 2
@@ -87,6 +91,8 @@ def count_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     num_multiplied = count_parameters(model)
     if not model.tie_word_embeddings:
         num_multiplied -= model.vocab_size * model.d_model
+    if is_own(model.attn_config.attn_type):
+        return 6 * num_multiplied
     num_keys = seq_len
     window = model.attn_config.sliding_window_size
     if window >= 0:

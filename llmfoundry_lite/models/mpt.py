@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, ModelConfig
-from llmfoundry_lite.models.attention import Mask, build_mask
+from llmfoundry_lite.models import own_parts
+from llmfoundry_lite.models.attention import Mask, add_implementation, build_mask
 from llmfoundry_lite.models.dropout import dropout, seeds_of_site, seeds_of_tokens
-from llmfoundry_lite.models.own_parts import build_norm as build_own_norm
 from llmfoundry_lite.models.positions import Rotation, build_rotation, compute_alibi_slopes, rotate
 from llmfoundry_lite.models.products import Linear, linear
 from llmfoundry_lite.own_code import is_own
@@ -94,6 +94,9 @@ class Transformer(nn.Module):
         """Build all blocks of the model. `attn_impl` names the implementation of attention; see `MPT`."""
         super().__init__()
         self.config = config
+        if is_own(config.attn_config.attn_impl):
+            # A function of the user's own may compute something else than ours, so it is used wherever the model is.
+            attn_impl = add_implementation(config.attn_config.attn_impl)
         self.attn_impl = attn_impl
         self.wte = nn.Embedding(config.vocab_size, config.d_model)
         if config.uses_learned_positions:
@@ -210,12 +213,9 @@ class Block(nn.Module):
         """Build the two layers and the norms of their inputs."""
         super().__init__()
         self.norm_1 = build_norm(config.d_model, config, has_bias=not config.no_bias)
-        self.attn = Attention(config)
+        self.attn = build_attention(config)
         self.norm_2 = build_norm(config.d_model, config, has_bias=not config.no_bias)
-        if config.ffn_config.ffn_type == "mptglu":
-            self.ffn = GatedFeedForward(config)
-        else:
-            self.ffn = FeedForward(config)
+        self.ffn = build_ffn(config)
         self.resid_pdrop = config.resid_pdrop
 
     def forward(
@@ -237,6 +237,13 @@ class Block(nn.Module):
         # Both layers write to the same channels. With equal seeds a channel would lose either both outputs or none.
         ffn_seeds_bt = seeds_of_site(dropout_seeds_bt, 1)
         return x_btd + dropout(self.ffn(self.norm_2(x_btd)), self.resid_pdrop, self.training, ffn_seeds_bt)
+
+
+def build_attention(config: ModelConfig) -> nn.Module:
+    """Build the layer of attention that `attn_type` names: ours, or one of the user's own."""
+    if is_own(config.attn_config.attn_type):
+        return own_parts.build_attention(config)
+    return Attention(config)
 
 
 class Attention(nn.Module):
@@ -321,6 +328,14 @@ class Attention(nn.Module):
         return qkv if limit is None else qkv.clamp(-limit, limit)
 
 
+def build_ffn(config: ModelConfig) -> nn.Module:
+    """Build the feed-forward layer that `ffn_type` names: plain, gated, or one of the user's own."""
+    ffn_type = config.ffn_config.ffn_type
+    if is_own(ffn_type):
+        return own_parts.build_ffn(config)
+    return GatedFeedForward(config) if ffn_type == "mptglu" else FeedForward(config)
+
+
 class FeedForward(nn.Module):
     """The plain feed-forward layer: widen, apply the activation function, narrow."""
 
@@ -364,7 +379,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 def build_norm(width: int, config: ModelConfig | AttentionConfig, *, has_bias: bool) -> nn.Module:
     """Build the norm that `config.norm_type` names, for vectors of `width` elements: ours, or one of the user's own."""
     if is_own(config.norm_type):
-        return build_own_norm(config, width, has_bias=has_bias)
+        return own_parts.build_norm(config, width, has_bias=has_bias)
     return Norm(width, config, has_bias=has_bias)
 
 

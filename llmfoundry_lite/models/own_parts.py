@@ -36,7 +36,62 @@ class Norm(Protocol):
         """Normalise the last dimension of `x`. Returns its shape and dtype."""
 
 
+class FeedForward(Protocol):
+    """A feed-forward layer, called as `Thing(d_model=…, expansion_ratio=…, device=…, bias=…, **kwargs)`.
+
+    It returns an `nn.Module`.
+    """
+
+    def __init__(self, *, d_model: int, expansion_ratio: int | float, device: Any, bias: bool, **kwargs: Any):
+        """Build the layer. `bias` is false with `no_bias`, `device` is None, and `kwargs` are those of `ffn_config`."""
+
+    def __call__(self, x_btd: Tensor) -> Tensor:
+        """Return what is added to the residual stream, [b, t, d], for normalised inputs [b, t, d]."""
+
+
+class Attention(Protocol):
+    """A layer of attention, called as `Thing(config, **kwargs)`; it returns an `nn.Module`.
+
+    A subclass of `mpt.Attention` needs to replace only what differs. LLM Foundry calls its attention classes with the
+    keys of `attn_config` instead, and passes each a bias and a cache of its own, so that those need to be adapted.
+    """
+
+    def __init__(self, config: ModelConfig, **kwargs: Any):
+        """Build the layer. `config` is the whole block `model`, and `kwargs` are those of `attn_config`."""
+
+    def __call__(self, x_btd: Tensor, mask: Any, rotation: Any, append_to_cache: Any) -> Tensor:
+        """Return what is added to the residual stream, [b, t, d].
+
+        The arguments are those of `mpt.Attention.forward`.
+        """
+
+
 # ------------------------------------------------------------------------------------------------ building and checking
+
+
+def build_ffn(config: ModelConfig) -> nn.Module:
+    """Build the user's own feed-forward layer. Raises ConfigError for one that cannot be built or trained."""
+    ffn = config.ffn_config
+    key = "model.ffn_config.ffn_type"
+    layer = call_object(
+        ffn.ffn_type,
+        key,
+        "model.ffn_config.kwargs",
+        d_model=config.d_model,
+        expansion_ratio=config.expansion_ratio,
+        device=None,
+        bias=not config.no_bias,
+        **ffn.kwargs,
+    )
+    return _adopt(layer, ffn.ffn_type, key)
+
+
+def build_attention(config: ModelConfig) -> nn.Module:
+    """Build the user's own layer of attention. Raises ConfigError for one that cannot be built or trained."""
+    attention = config.attn_config
+    key = "model.attn_config.attn_type"
+    layer = call_object(attention.attn_type, key, "model.attn_config.kwargs", config, **attention.kwargs)
+    return _adopt(layer, attention.attn_type, key)
 
 
 def build_norm(config: ModelConfig | AttentionConfig, width: int, *, has_bias: bool) -> nn.Module:
@@ -45,24 +100,16 @@ def build_norm(config: ModelConfig | AttentionConfig, width: int, *, has_bias: b
     `config` is the block whose `norm_type` names it. Without `has_bias`, its biases are removed, as LLM Foundry does
     with `no_bias`. Raises ConfigError for a norm that cannot be built or trained.
     """
-    is_model = isinstance(config, ModelConfig)
-    block_key = "model" if is_model else "model.attn_config"
+    block_key = "model" if isinstance(config, ModelConfig) else "model.attn_config"
     key = f"{block_key}.norm_type"
     norm = call_object(
         config.norm_type, key, f"{block_key}.norm_kwargs", width, eps=config.norm_eps, device=None, **config.norm_kwargs
     )
-    _check_is_module(norm, config.norm_type, key)
-    if not has_bias:
+    if isinstance(norm, nn.Module) and not has_bias:
         for module in norm.modules():
             if isinstance(getattr(module, "bias", None), nn.Parameter):
                 module.register_parameter("bias", None)
     return _adopt(norm, config.norm_type, key, is_norm=True)
-
-
-def _check_is_module(part: Any, name: str, key: str) -> None:
-    """Raise ConfigError for a part that is not a module of torch."""
-    if not isinstance(part, nn.Module):
-        raise ConfigError(f"{key}: {name} returns {type(part).__name__}, expected a torch.nn.Module")
 
 
 class OwnPart(NamedTuple):
@@ -75,11 +122,13 @@ class OwnPart(NamedTuple):
     is_norm: bool
 
 
-def _adopt(part: nn.Module, name: str, key: str, *, is_norm: bool = False) -> nn.Module:
-    """Mark a module as a part of the user's own, and return it. Raises ConfigError if it cannot be trained.
+def _adopt(part: Any, name: str, key: str, *, is_norm: bool = False) -> nn.Module:
+    """Mark a part as the user's own, and return it. Raises ConfigError if it is no module, or cannot be trained.
 
     FSDP divides the rows of each parameter, checkpoints hold parameters alone, and the optimizer updates all of them.
     """
+    if not isinstance(part, nn.Module):
+        raise ConfigError(f"{key}: {name} returns {type(part).__name__}, expected a torch.nn.Module")
     part.own_part = OwnPart(name, key, is_norm)  # type: ignore[assignment]
     for buffer_name, _ in part.named_buffers():
         raise ConfigError(
@@ -134,7 +183,9 @@ def initial_values(part: nn.Module, parameter_name: str) -> InitialValues | None
 
     The part's method `initial_distribution` is asked first, with the parameter's name in the part, and then that of the
     inner module which has the parameter. After that come the weights of linear layers and embeddings, whose scheme is
-    that of `init_config`, and the weights (1) and biases (0) of norms. Raises ConfigError for an answer of another form.
+    that of `init_config`, and the weights (1) and biases (0) of norms.
+
+    Raises ConfigError for an answer of another form.
     """
     module_name, _, name = parameter_name.rpartition(".")
     module = part.get_submodule(module_name)

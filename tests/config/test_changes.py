@@ -7,7 +7,14 @@ import pytest
 
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.config.blocks import find_blocks
-from llmfoundry_lite.config.changes import Change, find_changes, refuse_changes, rule_of, trained_values
+from llmfoundry_lite.config.changes import (
+    Change,
+    find_changes,
+    find_model_changes,
+    refuse_changes,
+    rule_of,
+    trained_values,
+)
 from llmfoundry_lite.config.fields import schema_keys
 from llmfoundry_lite.config.layers import hardware_keys
 from llmfoundry_lite.config.load_train import load_train_config
@@ -97,13 +104,14 @@ TABLE = {
     },
     "never": {
         "model.": """name d_model n_heads n_layers expansion_ratio max_seq_len vocab_size resid_pdrop emb_pdrop
-            learned_pos_emb embedding_fraction logit_scale no_bias norm_type norm_eps tie_word_embeddings""",
+            learned_pos_emb embedding_fraction logit_scale no_bias norm_type norm_eps norm_kwargs
+            tie_word_embeddings""",
         "model.attn_config.": """attn_type kv_n_heads head_dim qkv_bias attn_pdrop fused_qkv qk_ln qk_gn norm_type
-            norm_eps clip_qkv softmax_scale sliding_window_size attn_uses_sequence_id alibi alibi_bias_max rope
-            rope_theta rope_impl""",
+            norm_eps norm_kwargs kwargs clip_qkv softmax_scale sliding_window_size attn_uses_sequence_id alibi
+            alibi_bias_max rope rope_theta rope_impl""",
         "model.attn_config.rope_hf_config.": """type factor low_freq_factor high_freq_factor
             original_max_position_embeddings""",
-        "model.ffn_config.": "ffn_type ffn_hidden_size",
+        "model.ffn_config.": "ffn_type ffn_hidden_size kwargs",
         "model.ffn_config.ffn_act_fn.": "name approximate",
         "train_loader.": "name drop_last",
         "train_loader.dataset.": """split streams shuffle shuffle_seed shuffle_block_size max_seq_len epoch_size
@@ -125,6 +133,23 @@ def test_every_key_of_the_schema_has_the_rule_that_was_decided():
     assert {rule_of(key) for key in hardware_keys()} == {"freely"}
     with pytest.raises(KeyError):
         rule_of("unknown")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("attn_config.attn_impl=sdpa", "attn_config.attn_impl=python:mine:attend"),
+        ("attn_config.attn_impl=python:mine:attend", "attn_config.attn_impl=auto"),
+        ("norm_type=layernorm", "norm_type=python:mine:Norm"),
+        ("norm_kwargs={a: 1}", "norm_kwargs={a: 2}"),
+        ("ffn_config={ffn_type: 'python:mine:Ffn', depth: 2}", "ffn_config={ffn_type: 'python:mine:Ffn', depth: 3}"),
+    ],
+)
+def test_code_of_ones_own_stays_in_the_model(before, after):
+    norm = ["model.norm_type=python:mine:Norm"] if before.startswith("norm_kwargs") else []
+    configs = [resolved(*norm, f"model.{argument}") for argument in (before, after)]
+    assert find_changes(*configs)["never"] and not find_changes(*configs)["freely"]
+    assert find_model_changes(*configs)
 
 
 @pytest.mark.parametrize(

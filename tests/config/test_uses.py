@@ -36,6 +36,7 @@ KAIMING = "only kaiming_normal_ and kaiming_uniform_ use it, and model.init_conf
 NORMS = "q and k have norms only with qk_ln or qk_gn; model.norm_type and model.norm_eps are for all others"
 APART = "documents see each other without model.attn_config.attn_uses_sequence_id: true"
 ATTENTION, INIT = "model.attn_config", "model.init_config"
+OF_OUR_FFN = "python:a:b is not given it; model.ffn_config.kwargs passes arguments of that name"
 
 NOTED = {
     "scheduler.alpha_f=0.1;scheduler.name=constant_with_warmup": NO_DECAY,
@@ -56,6 +57,7 @@ NOTED = {
     f"{INIT}.init_div_is_residual=false;{INIT}.name=neox_init_": "neox_init_ has its own scale for these weights",
     f"{INIT}.emb_init_uniform_lim=1;{INIT}.emb_init_std=0.02": f"{INIT}.emb_init_std takes precedence",
     "model.expansion_ratio=2;model.ffn_config.ffn_hidden_size=64": "model.ffn_config.ffn_hidden_size takes precedence",
+    "model.ffn_config.ffn_act_fn={name: gelu};model.ffn_config.ffn_type=python:a:b": OF_OUR_FFN,
     "model.init_device=cpu": "every weight is made where it lives",
     "model.loss_fn=torch_crossentropy": "all choices are the same chunked loss",
     "eval_interval=20ba": NOTHING,
@@ -110,6 +112,17 @@ REFUSED = {
     "optimizer.kwargs={amsgrad: true}": (
         "only a python: optimizer is given them, and optimizer.name is decoupled_adamw; remove it"
     ),
+    "model.norm_kwargs={weight: false}": (
+        "only a python: norm is given them, and model.norm_type is low_precision_layernorm; remove it"
+    ),
+    f"{ATTENTION}.kwargs={{gate: 1}}": (
+        f"only a python: attention is given them, and {ATTENTION}.attn_type is multihead_attention; remove it"
+    ),
+    "model.ffn_config.kwargs={depth: 2}": (
+        "only a python: ffn_type is given them, and model.ffn_config.ffn_type is mptmlp; remove it"
+    ),
+    "model.ffn_config.ffn_hidden_size=64;model.ffn_config.ffn_type=python:a:b": OF_OUR_FFN,
+    "model.ffn_config.ffn_act_fn={name: silu};model.ffn_config.ffn_type=python:a:b": OF_OUR_FFN,
     "optimizer.adamw_lr=0.1": MUON,
     "optimizer.momentum=0.1": MUON,
     "optimizer.ns_steps=4": MUON,
@@ -133,7 +146,7 @@ ALWAYS = {
     "AttentionConfig": """attn_type kv_n_heads attn_pdrop attn_impl fused_qkv head_dim qkv_bias qk_ln qk_gn clip_qkv
         softmax_scale sliding_window_size attn_uses_sequence_id alibi rope rope_hf_config""",
     "RopeScaling": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
-    "FFNConfig": "ffn_type ffn_act_fn ffn_hidden_size",
+    "FFNConfig": "ffn_type",
     "FFNActivation": "name approximate",
     "InitConfig": "name emb_init_std",
     # Only kwargs' own keys decide, and `config/check.py` notes those that nobody asks for.

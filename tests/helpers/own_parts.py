@@ -1,7 +1,11 @@
-"""Parts of a model that a user might write: a norm, a feed-forward layer and attention. `docs/own-parts.md` shows them."""
+"""Parts of a model that a user might write: a norm, a feed-forward layer, attention. docs/own-parts.md shows them."""
+
+import math
 
 import torch
 from torch import nn
+
+from llmfoundry_lite.models.mpt import Attention
 
 
 class ScaleNorm(nn.Module):
@@ -20,3 +24,52 @@ class ScaleNorm(nn.Module):
     def forward(self, x):
         size = x.square().mean(-1, keepdim=True).add(self.eps).rsqrt()
         return x * size * (self.length + self.tilt)
+
+
+class SquaredReLU(nn.Module):
+    """A feed-forward layer with relu(x)^2 (So et al. 2021), and a weight for each hidden unit."""
+
+    def __init__(self, d_model, expansion_ratio, device=None, bias=True, power=2):
+        super().__init__()
+        hidden = int(d_model * expansion_ratio)
+        self.power = power
+        self.up = nn.Linear(d_model, hidden, bias=bias, device=device)
+        self.scale = nn.Parameter(torch.empty(hidden, device=device))
+        self.down = nn.Linear(hidden, d_model, bias=bias, device=device)
+        self.down._is_residual = True
+        self.flops_per_token = 6 * 2 * d_model * hidden
+
+    def initial_distribution(self, name):
+        return ("uniform", 0.9, 1.1) if name == "scale" else None
+
+    def forward(self, x_btd):
+        return self.down(self.up(x_btd).relu().pow(self.power) * self.scale)
+
+
+class GatedAttention(Attention):
+    """Our attention, and a gate for each channel of its output (Qiu et al. 2025, "Gated Attention")."""
+
+    def __init__(self, config, gate_bias=1.0):
+        super().__init__(config)
+        self.gate_bias = gate_bias
+        self.gate = nn.Linear(config.d_model, config.d_model)
+
+    def initial_distribution(self, name):
+        return ("constant", self.gate_bias) if name == "gate.bias" else None
+
+    def forward(self, x_btd, mask, rotation, append_to_cache):
+        return super().forward(x_btd, mask, rotation, append_to_cache) * self.gate(x_btd).sigmoid()
+
+
+def softcap_attention(query, key, value, n_heads, kv_n_heads, softmax_scale=None, attn_bias=None, is_causal=False, **_):
+    """Attention whose scores are kept below 20 in size (Gemma 2), with the arguments of LLM Foundry."""
+    q = query.unflatten(-1, (n_heads, -1)).transpose(1, 2)
+    k = key.unflatten(-1, (kv_n_heads, -1)).transpose(1, 2).repeat_interleave(n_heads // kv_n_heads, 1)
+    v = value.unflatten(-1, (kv_n_heads, -1)).transpose(1, 2).repeat_interleave(n_heads // kv_n_heads, 1)
+    scores = q @ k.mT * (softmax_scale or 1 / math.sqrt(q.size(-1)))
+    scores = 20 * (scores / 20).tanh()
+    if is_causal:
+        attn_bias = torch.full_like(scores[0, 0], -math.inf).triu(1)
+    if attn_bias is not None:
+        scores = scores + attn_bias
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2), None, None

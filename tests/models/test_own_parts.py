@@ -1,18 +1,23 @@
 """Parts of a model that are the user's own code: what builds them, draws them, and what is refused."""
 
+import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from llmfoundry_lite import own_code
-from llmfoundry_lite.config.model_schema import AttentionConfig, InitConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig, InitConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.models.initialise import initialise_weights
-from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.models.mpt import MPT, KeyValueCache
+from llmfoundry_lite.models.own_parts import find_own_parts
 from llmfoundry_lite.own_code import trust_code
+from llmfoundry_lite.training.builders import find_flops_per_token
 
 PARTS = "python:tests.helpers.own_parts"
 HERE = f"python:{__name__}"
@@ -39,9 +44,7 @@ def build(config: ModelConfig) -> MPT:
 def test_a_norm_of_torch_is_the_same_as_ours():
     ours = build(replace(SMALL, norm_type="layernorm"))
     own = build(replace(SMALL, norm_type="python:torch.nn:LayerNorm"))
-    for (name, weight), (own_name, own_weight) in zip(
-        ours.state_dict().items(), own.state_dict().items(), strict=True
-    ):
+    for (name, weight), (own_name, own_weight) in zip(ours.state_dict().items(), own.state_dict().items(), strict=True):
         assert name == own_name and torch.equal(weight, own_weight), name
     assert torch.equal(ours(TOKENS_BT), own(TOKENS_BT))
 
@@ -67,6 +70,78 @@ def test_norms_of_q_and_k_have_their_own_key():
 def test_no_bias_removes_the_biases_of_a_norm():
     names = dict(build(replace(SMALL, norm_type="python:torch.nn:LayerNorm", no_bias=True)).named_parameters())
     assert "transformer.norm_f.weight" in names and "transformer.norm_f.bias" not in names
+
+
+def test_a_feed_forward_layer_gets_what_llm_foundry_gives_it():
+    ffn = FFNConfig(ffn_type=f"{PARTS}:SquaredReLU", kwargs={"power": 3})
+    model = build(replace(SMALL, expansion_ratio=1.5, no_bias=True, ffn_config=ffn))
+    layer = model.transformer.blocks[1].ffn
+    assert layer.up.weight.shape == (48, 32) and layer.up.bias is None and layer.power == 3
+    assert 0.9 <= layer.scale.min().item() < layer.scale.max().item() <= 1.1
+    assert layer.up.weight.std().item() == pytest.approx(math.sqrt(2 / 32), rel=0.1)  # kaiming
+    assert layer.down.weight.std().item() == pytest.approx(math.sqrt(2 / 48) / 2, rel=0.1)  # and sqrt(2 * 2 blocks)
+
+
+def test_attention_of_ones_own_decodes_as_it_computes_whole_rows():
+    attention = AttentionConfig(attn_type=f"{PARTS}:GatedAttention", rope=True, kwargs={"gate_bias": -1.0})
+    model = build(replace(SMALL, attn_config=attention))
+    assert model.transformer.blocks[0].attn.gate.bias.tolist() == [-1.0] * 32
+    check_decoding(model)
+
+
+def test_a_function_computes_attention_wherever_the_model_is_built():
+    config = replace(SMALL, attn_config=AttentionConfig(attn_impl=f"{PARTS}:softcap_attention", alibi=True))
+    model = build(config)
+    assert model.transformer.attn_impl == f"{PARTS}:softcap_attention"
+    ours = build(replace(config, attn_config=AttentionConfig(alibi=True)))
+    assert torch.allclose(model(TOKENS_BT), ours(TOKENS_BT), atol=1e-2)
+    assert not torch.equal(model(TOKENS_BT), ours(TOKENS_BT))
+    check_decoding(model)
+
+    # A row that is a tree of prefixes: the second half continues the beginning.
+    sees_bts = torch.ones(16, 16, dtype=torch.bool).tril()
+    sees_bts[8:, 4:8] = False
+    positions_bt = torch.tensor([[*range(8), *range(4, 12)]])
+    tree = model(TOKENS_BT, positions_bt=positions_bt, attention_mask_bts=sees_bts[None])
+    row = torch.cat([TOKENS_BT[:, :4], TOKENS_BT[:, 8:]], dim=1)
+    assert torch.allclose(tree[:, 8:], model(row)[:, 4:], atol=1e-5)
+
+
+def check_decoding(model: MPT) -> None:
+    """Compare the logits of whole rows with those of the same tokens, one after another."""
+    cache = KeyValueCache(model, 1, 16)
+    with torch.no_grad():
+        steps = [model(TOKENS_BT[:, t : t + 1], cache=cache) for t in range(16)]
+        assert torch.allclose(torch.cat(steps, dim=1), model(TOKENS_BT), atol=1e-5)
+
+
+def test_a_norm_of_ones_own_in_attention_of_ones_own_draws_itself():
+    attention = AttentionConfig(attn_type=f"{PARTS}:GatedAttention", qk_ln=True, norm_type=f"{PARTS}:ScaleNorm")
+    model = build(replace(SMALL, attn_config=attention))
+    assert model.transformer.blocks[0].attn.q_ln.length.tolist() == [1.0]
+    assert 0 < model.transformer.blocks[0].attn.q_ln.tilt.std().item() < 0.04
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_known"),
+    [
+        ({"norm_type": "python:torch.nn:LayerNorm"}, True),
+        ({"ffn_config": FFNConfig(ffn_type=f"{PARTS}:SquaredReLU")}, True),
+        ({"attn_config": AttentionConfig(attn_type=f"{PARTS}:GatedAttention")}, False),
+    ],
+    ids=["norm", "feed-forward", "attention"],
+)
+def test_flops_are_known_only_if_each_part_says_its_own(changes, is_known):
+    config = replace(SMALL, **changes)
+    model = build(config)
+    run = SimpleNamespace(model=config, max_seq_len=16)
+    flops = find_flops_per_token(run, model)
+    assert (flops is not None) is is_known
+    if is_known:
+        # 6 for each parameter of matrix products and norms, as ours count. The example does not count its two vectors.
+        assert flops == pytest.approx(count_flops_per_token(SMALL, 16), rel=0.02)
+    num_unknown = sum(p.numel() for part in find_own_parts(model) for p in part.parameters())
+    assert count_parameters(config) + num_unknown == sum(p.numel() for p in model.parameters())
 
 
 def test_code_that_nobody_trusts_is_not_imported(tmp_path, monkeypatch):

@@ -1,0 +1,155 @@
+"""A checkpoint of somebody else's that names code for a part of its model: no command runs it unless it is trusted."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+import llmfoundry_lite as lf
+from llmfoundry_lite import own_code
+from llmfoundry_lite.cli.main import run as run_command
+from llmfoundry_lite.data.tokenizer import train_tokenizer
+from llmfoundry_lite.errors import DataError, UserError
+from llmfoundry_lite.launch.replay import plan_replay
+from tests.helpers.present import present
+from tests.helpers.recorded import write_run
+from tests.helpers.tiny import tiny_config
+
+NAME = "python:evil_part:Norm"
+REFUSAL = (
+    r"its model has parts that are code of its author: model\.norm_type python:evil_part:Norm; if you trust it, let it "
+    r"run: eval with trust_code=true, generate and replay with --trust-code; other commands run no such code"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with `run`, whose norm is code, and with the same run without it."""
+    folder = tmp_path_factory.mktemp("parts")
+    train_tokenizer(["the cat sat on a mat"] * 3, 300).save(folder / "tokenizer")
+    config = tiny_config(
+        folder / "gone",
+        model__vocab_size=300,
+        model__norm_type="layernorm",
+        model__no_bias=True,
+        model__attn_config={"alibi": True},
+        tokenizer__name=str(folder / "tokenizer"),
+        exact_sums=True,
+        device_train_microbatch_size=1,
+    )
+    write_run(folder / "plain", config, (3, 6))
+    config["model"]["norm_type"] = NAME
+    write_run(folder / "run", config, (3, 6), like=folder / "plain")
+    (folder / "task.yaml").write_text("label: rhymes\ndataset_uri: rhymes.jsonl\nicl_task_type: language_modeling\n")
+    (folder / "rhymes.jsonl").write_text(json.dumps({"context": "the cat", "continuation": " sat"}) + "\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def marker(folder, tmp_path, monkeypatch):
+    """Return a file that the author's code writes when it is imported. It lies in the working directory."""
+    marker = tmp_path / "marker"
+    code = f"from torch.nn import LayerNorm as Norm\nopen({str(marker)!r}, 'w')\n"
+    (tmp_path / "evil_part.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(own_code, "_trusted_names", set())
+    yield marker
+    sys.modules.pop("evil_part", None)
+
+
+def evaluate(folder, **changes):
+    """Evaluate the run on one question."""
+    return lf.evaluate(
+        {
+            "models": {"x": str(folder / "run")},
+            "icl_tasks": [str(folder / "task.yaml")],
+            "data_root": str(folder),
+            "results_folder": "results",
+            **changes,
+        }
+    )
+
+
+COMMANDS = {
+    "report": ("report", "RUN", "--out", "OUT"),
+    "watch": ("watch", "RUN"),
+    "generate": ("generate", "RUN", "--prompt", "the cat", "--max-new-tokens", "3"),
+    "generate a checkpoint": ("generate", "RUN/checkpoints/ba3", "--prompt", "the cat"),
+    "ls": ("checkpoint", "ls", "RUN"),
+    "inspect": ("checkpoint", "inspect", "RUN", "--tensors"),
+    "verify": ("checkpoint", "verify", "RUN"),
+    "diff": ("checkpoint", "diff", "RUN/checkpoints/ba3", "RUN/checkpoints/ba6"),
+    "average": ("checkpoint", "average", "RUN/checkpoints/ba3", "RUN/checkpoints/ba6", "--out", "OUT"),
+    "export": ("checkpoint", "export", "RUN", "OUT"),
+    "consolidate": ("checkpoint", "consolidate", "RUN", "OUT.safetensors", "--everything"),
+    "prune": ("checkpoint", "prune", "RUN", "--keep", "1", "--dry-run"),
+    "replay": ("replay", "RUN", "ba3..ba6"),
+    "plan": ("plan", "--check", "RUN"),
+    "bench": ("bench", "scaling", "--runs", "RUN"),
+}
+REFUSED = ("generate", "generate a checkpoint", "export", "replay")
+
+
+@pytest.mark.parametrize("words", present(COMMANDS))
+def test_a_command_runs_no_code_of_a_checkpoint(folder, marker, tmp_path, capfd, words):
+    paths = {"RUN": str(folder / "run"), "OUT": str(tmp_path / "out")}
+    code = run_command([re.sub("RUN|OUT", lambda match: paths[match[0]], word) for word in COMMANDS[words]])
+    error = capfd.readouterr().err.strip()
+    assert not marker.exists() and "evil_part" not in sys.modules
+    if words in REFUSED:
+        assert code == 2 and re.search(REFUSAL, error) and "\n" not in error, error
+    else:
+        assert "not trusted" not in error, "a command that builds no model does not try to"
+
+
+LIBRARY = {
+    "load": lambda folder: lf.load(folder / "run"),
+    "evaluate": evaluate,
+    "evaluate, every checkpoint": lambda folder: evaluate(folder, all_checkpoints=True),
+    "plan a replay": lambda folder: plan_replay(str(folder / "run"), "ba3..ba6"),
+}
+
+
+@pytest.mark.parametrize("call", LIBRARY)
+def test_the_library_runs_no_code_of_a_checkpoint(folder, marker, call):
+    with pytest.raises(DataError, match=REFUSAL):
+        LIBRARY[call](folder)
+    assert not marker.exists() and "evil_part" not in sys.modules
+
+
+def test_code_that_is_trusted_runs(folder, marker, capfd):
+    words = ["generate", str(folder / "run"), "--prompt", "the cat", "--max-new-tokens", "3", "--temperature", "0"]
+    assert run_command([*words, "--trust-code"]) == 0, capfd.readouterr().err
+    text = capfd.readouterr().out
+    assert marker.exists()
+    words[1] = str(folder / "plain")
+    assert run_command(words) == 0 and capfd.readouterr().out == text, "this norm is LayerNorm"
+
+    model = lf.load(folder / "run", trust_code=True)
+    assert isinstance(model.model.transformer.norm_f, torch.nn.LayerNorm)
+    assert evaluate(folder, trust_code=True)["x"].tasks["rhymes/0-shot"]["n"] == 1
+    plan_replay(str(folder / "run"), "ba3..ba6", trusts_code=True)
+
+    # The next one has to be trusted again.
+    with pytest.raises(DataError, match=REFUSAL):
+        lf.load(folder / "run")
+
+
+PLACES = {"norm_type": NAME, "ffn_config": {"ffn_type": NAME}, "attn_config": {"alibi": True, "attn_type": NAME}}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_folder_of_transformers_names_no_code(folder, marker, tmp_path, place):
+    assert run_command(["checkpoint", "export", str(folder / "plain"), "exported"]) == 0
+    description = json.loads((tmp_path / "exported/config.json").read_text())
+    block = PLACES[place]
+    description[place] = {**description[place], **block} if isinstance(block, dict) else block
+    (tmp_path / "exported/config.json").write_text(json.dumps(description))
+    for command in (["checkpoint", "import", "exported", "imported"], ["generate", "exported", "--prompt", "the cat"]):
+        assert run_command(command) == 2
+    with pytest.raises(UserError):
+        lf.load("exported")
+    assert not marker.exists() and "evil_part" not in sys.modules

@@ -1,0 +1,93 @@
+"""A run whose norm, feed-forward layer and attention are the user's own: on other ranks, resumed, replayed."""
+
+import pytest
+import torch
+
+from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors, open_checkpoint
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.launch.replay import compare_replay, plan_replay, write_replay
+from llmfoundry_lite.launch_replay import main
+from tests.helpers.launch import launch
+from tests.helpers.runs import attempt, losses, run, saves
+from tests.helpers.tiny import tiny_config, write_data
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+PARTS = "python:tests.helpers.own_parts"
+OWN_PARTS = {
+    "model__norm_type": f"{PARTS}:ScaleNorm",
+    "model__norm_kwargs": {"tilt": 0.1},
+    "model__ffn_config": {"ffn_type": f"{PARTS}:SquaredReLU", "power": 2},
+    "model__attn_config": {
+        "attn_type": f"{PARTS}:GatedAttention",
+        "attn_impl": f"{PARTS}:softcap_attention",
+        "gate_bias": 0.5,
+    },
+}
+SHARDED = {"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with `whole`, a run of 6 batches on one rank."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_data(folder / "data")
+    run(folder, config(folder), "whole")
+    return folder
+
+
+def config(folder):
+    batches = {"global_train_batch_size": 12, "device_train_microbatch_size": 1, "max_duration": "6ba"}
+    return tiny_config(folder / "data", exact_sums=True, save_interval="2ba", autoresume=True, **batches, **OWN_PARTS)
+
+
+def weights(folder, name, batch=6):
+    return load_full_tensors(str(saves(folder, name) / f"ba{batch}"))
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=["1 then 2", "2 then 1"])
+def test_it_carries_on_on_other_ranks_bit_equal(folder, ranks):
+    name = f"on-{ranks[0]}-then-{ranks[1]}"
+    run(folder, config(folder), name, ranks[0], stop_at="4ba", **SHARDED)
+    run(folder, config(folder), name, ranks[1], **SHARDED)
+    assert losses(folder, name) == losses(folder, "whole") and len(losses(folder, name)) == 6
+    expected = weights(folder, "whole")
+    found = weights(folder, name)
+    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+
+    manifest = open_checkpoint(saves(folder, name) / "ba6").manifest
+    recorded = manifest.config["model"]
+    assert recorded["norm_type"] == f"{PARTS}:ScaleNorm" and recorded["norm_kwargs"] == {"tilt": 0.1}
+    assert recorded["ffn_config"]["kwargs"] == {"power": 2}
+    assert recorded["attn_config"]["kwargs"] == {"gate_bias": 0.5}
+
+
+def test_another_argument_in_mid_run_is_refused(folder):
+    name = "changed"
+    run(folder, config(folder), name, stop_at="2ba")
+    changed = config(folder)
+    changed["model"]["norm_kwargs"] = {"tilt": 0.2}
+    refused = attempt(folder, changed, name)
+    assert refused.exit_codes == [2]
+    assert "model.norm_kwargs.tilt is 0.2 here and 0.1 in the checkpoint" in refused.output
+
+
+def test_a_replay_is_bit_equal_and_needs_trust(folder):
+    place = str(folder / "runs" / "whole")
+    with pytest.raises(DataError, match="its model has parts that are code of its author: model.norm_type python:"):
+        plan_replay(place, "ba2..ba6")
+
+    plan = plan_replay(place, "ba2..ba6", trusts_code=True)
+    path = write_replay(plan, folder / "replay", 2, trusts_code=True)
+    launch(main, ([path],), folder, 2).check()
+    outcome = compare_replay(plan, folder / "replay")
+    assert outcome.is_equal, outcome.text
+
+
+def test_a_layer_that_cannot_be_trained_is_refused_before_training(folder):
+    broken = config(folder)
+    broken["model"]["norm_type"] = "python:torch.nn:BatchNorm1d"
+    broken["model"]["norm_kwargs"] = {}
+    refused = attempt(folder, broken, "broken", 2)
+    assert set(refused.exit_codes) == {2}
+    assert "model.norm_type: python:torch.nn:BatchNorm1d has a buffer, running_mean" in refused.output
