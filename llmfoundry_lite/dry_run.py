@@ -286,6 +286,9 @@ def _describe_optimizer(config: TrainConfig) -> str:
         facts.append(f"weight decay {optimizer.decay:g}")
 
     facts.append(config.scheduler.name)
+    if is_own(config.scheduler.name):
+        schedule_arguments = as_dict(config)["scheduler"]["kwargs"]
+        facts += [f"{key} {value}" for key, value in schedule_arguments.items()]
     if config.scheduler.t_warmup.value:
         facts.append(f"warm-up {config.scheduler.t_warmup.written}")
     clipping = config.algorithms.gradient_clipping

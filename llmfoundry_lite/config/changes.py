@@ -13,7 +13,7 @@ from llmfoundry_lite.config.blocks import missing_blocks
 from llmfoundry_lite.config.fields import REQUIRED, Rule, join_key, keys_of, settings_along
 from llmfoundry_lite.config.layers import find_value, leaf_keys
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.optimizer_schema import keys_of_optimizer
+from llmfoundry_lite.config.optimizer_schema import without_our_keys
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.own_code import is_own
@@ -51,7 +51,7 @@ def find_changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> dict
     # Earlier releases recorded keys that a user's own optimizer does not get.
     optimizer = recorded.get("optimizer")
     if isinstance(optimizer, dict):
-        recorded = {**recorded, "optimizer": keys_of_optimizer(optimizer)}
+        recorded = {**recorded, "optimizer": without_our_keys(optimizer)}
 
     _, attention_dropout = find_value(config, "model.attn_config.attn_pdrop")
     for change in _compare(TrainConfig, recorded, config, ""):

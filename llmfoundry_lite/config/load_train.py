@@ -301,7 +301,7 @@ def _default_run_folder(values: Mapping[str, Any]) -> str:
 def _collect_own_arguments(values: dict[str, Any]) -> None:
     """Move the arguments of a user's own `python:` objects into `kwargs` or `extra`, whose keys are not checked.
 
-    The objects are the optimizer, loaders and callbacks. Changes `values` in place:
+    The objects are the optimizer, the schedule, loaders and callbacks. Changes `values` in place:
 
         optimizer: {name: python:my.module:Sgd, lr: 0.1, nesterov: true}      # becomes
         optimizer: {name: python:my.module:Sgd, lr: 0.1, kwargs: {nesterov: true}}
@@ -309,9 +309,10 @@ def _collect_own_arguments(values: dict[str, Any]) -> None:
         callbacks: {python:my.module:Log: {every: 10}}                        # becomes
         callbacks: {extra: {python:my.module:Log: {every: 10}}}
     """
-    # The user's optimizer may have an argument of the same name as a key of ours, such as `betas`, so only the first
+    # The user's optimizer or schedule may have an argument of the same name as a key of ours, such as `betas`, so only the first
     # keys stay. All keys of a loader stay, because they may come from a hardware overlay.
     _move_arguments(values.get("optimizer"), "name", {"name", "lr", "kwargs"})
+    _move_arguments(values.get("scheduler"), "name", {"name", "kwargs"})
     loaders = [values.get("train_loader"), values.get("eval_loader")]
     named_loaders = values.get("eval_loaders")
     if isinstance(named_loaders, dict):

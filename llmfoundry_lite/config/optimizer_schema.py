@@ -32,6 +32,11 @@ OWN_OPTIMIZER = Use(
     reason="only a python: optimizer is given them, and {path}.name is {block.name}; remove it",
     is_refused=True,
 )
+OWN_SCHEDULE = Use(
+    has_effect=lambda schedule, _: is_own(schedule.name),
+    reason="only a python: schedule is given them, and {path}.name is {block.name}; remove it",
+    is_refused=True,
+)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -81,7 +86,7 @@ class SchedulerConfig:
 
     name: str = setting(
         choices="constant_with_warmup cosine_with_warmup linear_decay_with_warmup inv_sqrt_with_warmup "
-        "warmup_stable_decay"
+        "warmup_stable_decay python:"
     )
     t_warmup: Duration = duration_setting("0ba", FRACTION_OF_RUN, may_be_zero=True)
     """Linear warm-up from 0."""
@@ -115,13 +120,15 @@ class SchedulerConfig:
     """Multiplier that the decay tends to."""
     alpha_f_cooldown: float = setting(0.0, NON_NEGATIVE, uses=INVERSE_SQUARE_ROOT)
     """Multiplier at the end of the cool-down."""
+    kwargs: dict[str, Any] = setting(dict, uses=(OWN_SCHEDULE,))
+    """Arguments of a `python:` schedule."""
 
 
-def keys_of_optimizer(block: dict[str, Any]) -> dict[str, Any]:
-    """Return the block of an optimizer in a record, without the keys that have no effect.
+def without_our_keys(block: dict[str, Any]) -> dict[str, Any]:
+    """Return the block of an optimizer or a schedule in a record, without the keys that have no effect.
 
-    A user's own `python:` optimizer does not get our `betas` or `weight_decay`. Its arguments are in `kwargs`. All keys
-    of our own optimizers stay.
+    A user's own `python:` optimizer does not get our `betas` or `weight_decay`, and a schedule no `t_warmup`. Their
+    arguments are in `kwargs`. All keys of our own ones stay.
     """
     if not is_own(block.get("name")):
         return block

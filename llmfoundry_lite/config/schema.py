@@ -29,7 +29,7 @@ from llmfoundry_lite.config.fields import (
     validator,
 )
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, SchedulerConfig, keys_of_optimizer
+from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, SchedulerConfig, without_our_keys
 from llmfoundry_lite.config.scalars import FromEnvironment, map_texts
 from llmfoundry_lite.config.sharding_schema import (
     ContextParallelConfig,
@@ -473,7 +473,7 @@ class TrainConfig:
     def own_code(self) -> list[tuple[str, str]]:
         """Code of the user that the YAML names: dotted key and import path, `python:package.module:Thing`, of each."""
         names = [(f"model.{key}", name) for key, name in self.model.own_parts.items()]
-        names.append(("optimizer.name", self.optimizer.name))
+        names += [("optimizer.name", self.optimizer.name), ("scheduler.name", self.scheduler.name)]
         names += [(f"{key}.name", loader.name) for key, loader in self.loaders.items()]
         names += [("callbacks", name) for name in self.callbacks.extra]
         return [(key, name) for key, name in names if is_own(name)]
@@ -543,5 +543,6 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
     values = map_texts(with_keys(config), without_secrets)
     # Record the default of weight_decay as a number, because a later release may have another default.
     values["optimizer"]["weight_decay"] = config.optimizer.decay
-    values["optimizer"] = keys_of_optimizer(values["optimizer"])
+    values["optimizer"] = without_our_keys(values["optimizer"])
+    values["scheduler"] = without_our_keys(values["scheduler"])
     return values

@@ -16,7 +16,7 @@ from llmfoundry_lite.checkpoint.state import row_orders
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_tasks import load_tasks
-from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
+from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, SchedulerConfig
 from llmfoundry_lite.config.schema import TrainConfig, data_label
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
@@ -45,7 +45,7 @@ from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.rank_times import RankTimes
 from llmfoundry_lite.training.run_folder import RunFolder
-from llmfoundry_lite.training.schedule import LearningRate
+from llmfoundry_lite.training.schedule import LearningRate, OwnSchedule
 from llmfoundry_lite.training.trainer import ParallelTrainer
 
 MIN_TASK_BATCH_TOKENS = 2048
@@ -137,7 +137,7 @@ def build_callbacks(
     those cannot be built.
     """
     callbacks: list[Callback] = [
-        LearningRate(config.scheduler, config.max_duration),
+        LearningRate(config.scheduler, config.max_duration, build_own_schedule(config.scheduler)),
         RunMonitor(
             config.callbacks.speed_monitor.window_size,
             find_flops_per_token(config, model),
@@ -176,6 +176,16 @@ def build_rank_times(
     if layout.tensor == 1 and layout.context == 1:  # otherwise ranks wait for each other in every block
         blocks = [module for module in model.modules() if isinstance(module, Block)]
     return [RankTimes(config.stragglers, layout, blocks, agreement, run_folder)]
+
+
+def build_own_schedule(config: SchedulerConfig) -> OwnSchedule | None:
+    """Build the user's own schedule of the learning rate; None for one of ours, which is a function of the keys.
+
+    Raises ConfigError if it cannot be imported, or does not take its keys.
+    """
+    if not is_own(config.name):
+        return None
+    return call_object(config.name, "scheduler.name", "scheduler", **config.kwargs)
 
 
 def find_flops_per_token(config: TrainConfig, model: torch.nn.Module) -> int | None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger
@@ -12,6 +13,23 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.errors import ConfigError
+
+
+class OwnSchedule(Protocol):
+    """A schedule of the user's own, as LLM Foundry and Composer have them: `Thing(**kwargs)` returns one.
+
+    It must be a function of the progress alone. It has no state that a checkpoint would hold, and a run that resumes
+    calls it with the batches that are left.
+    """
+
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
+        """Return the factor of the learning rate for the next batch.
+
+        `state.timestamp` has what was trained before it and `state.max_duration` the length of the run, both as
+        Composer counts them. `ssr` is 1.
+        """
+        ...
+
 
 Clock = Callable[[str], float]
 """A unit (ba, ep, sp or tok) -> how much of it has been trained."""
@@ -154,6 +172,8 @@ class LearningRate(Callback):
 
     schedule: SchedulerConfig
     max_duration: Duration
+    own_schedule: OwnSchedule | None = None
+    """The user's own, if `schedule` names it."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Raise ConfigError if the schedule needs the number of batches in an epoch, and the data does not have it.
@@ -161,7 +181,7 @@ class LearningRate(Callback):
         A user's own loader, for example, may have no length. Then durations in epochs and in batches cannot be
         converted into each other.
         """
-        if state.dataloader_len is not None:
+        if state.dataloader_len is not None or self.own_schedule is not None:
             return
         units_to_convert = (("ep", "ba"), ("ep", "dur"), ("ba", "ep"))  # of the run, and of a duration of the schedule
         keys = ("t_warmup", "t_max")
@@ -181,13 +201,30 @@ class LearningRate(Callback):
         A group's rate is its `initial_lr`, which is set here in the first batch if a checkpoint has not restored it,
         times the schedule's factor.
         """
-        batches_per_epoch = int(state.dataloader_len or 1)
-        multiplier = learning_rate_multiplier(
-            self.schedule, self.max_duration, lambda unit: elapsed(state, unit), batches_per_epoch
-        )
+        multiplier = self._multiplier(state)
         for group in state.optimizers[0].param_groups:
             initial_lr = group.setdefault("initial_lr", group["lr"])
             group["lr"] = initial_lr * multiplier
+
+    def _multiplier(self, state: State) -> float:
+        """Return the factor of the learning rate for the batch that begins.
+
+        Raises ConfigError if the user's own schedule returns no number of 0 or more.
+        """
+        if self.own_schedule is None:
+            batches_per_epoch = int(state.dataloader_len or 1)
+            return learning_rate_multiplier(
+                self.schedule, self.max_duration, lambda unit: elapsed(state, unit), batches_per_epoch
+            )
+
+        multiplier = self.own_schedule(state, 1.0)
+        is_factor = isinstance(multiplier, int | float) and math.isfinite(multiplier) and multiplier >= 0
+        if not is_factor:
+            raise ConfigError(
+                f"scheduler.name: {self.schedule.name} returns {multiplier!r} for batch "
+                f"{int(state.timestamp.batch) + 1}, expected a finite number of 0 or more"
+            )
+        return float(multiplier)
 
 
 def progress_of(state: State, max_duration: Duration) -> float:

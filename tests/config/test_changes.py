@@ -87,7 +87,7 @@ TABLE = {
         **in_loaders("dataset.stages.*.streams.*.", "split proportion repeat choose"),
         "optimizer.": "lr adamw_lr ns_dtype weight_decay",
         "scheduler.": """name t_warmup t_max alpha_i alpha_f t_decay decay t_scale t_cooldown alpha_f_decay
-            alpha_f_cooldown""",
+            alpha_f_cooldown kwargs""",
         "": """exact_sums max_duration eval_loader eval_loaders eval_interval eval_subset_num_batches icl_tasks
             icl_limit on_non_finite save_interval""",
         **dict.fromkeys(["eval_loader.", "eval_loaders.*."], "name drop_last kwargs"),

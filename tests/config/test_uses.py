@@ -129,6 +129,9 @@ REFUSED = {
     "optimizer.ns_dtype=fp32": MUON,
     "optimizer.adjust_lr_fn=original": MUON,
     "train_loader.kwargs={path: a}": "only a python: loader is given them, and train_loader.name is text; remove it",
+    "scheduler.kwargs={power: 2}": (
+        "only a python: schedule is given them, and scheduler.name is cosine_with_warmup; remove it"
+    ),
     "scheduler.alpha_i=2": only("linear_decay_with_warmup"),
     "scheduler.t_decay=20ba": only("warmup_stable_decay"),
     "scheduler.decay=cosine": only("warmup_stable_decay"),

@@ -1,4 +1,4 @@
-"""Parts of a model that a user might write: a norm, a feed-forward layer, attention. docs/own-parts.md shows them."""
+"""Parts of a run that a user might write: norm, feed-forward layer, attention, schedule. docs/own-parts.md shows them."""
 
 import math
 
@@ -73,3 +73,14 @@ def softcap_attention(query, key, value, n_heads, kv_n_heads, softmax_scale=None
     if attn_bias is not None:
         scores = scores + attn_bias
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2), None, None
+
+
+class Triangle:
+    """A learning rate that rises until `peak`, a fraction of the run, and falls to 0 at the end (Smith 2017)."""
+
+    def __init__(self, peak=0.5):
+        self.peak = peak
+
+    def __call__(self, state, ssr=1.0):
+        done = state.timestamp.batch.value / state.max_duration.value
+        return done / self.peak if done < self.peak else (1 - done) / (1 - self.peak)

@@ -8,8 +8,8 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.launch.replay import compare_replay, plan_replay, write_replay
 from llmfoundry_lite.launch_replay import main
 from tests.helpers.launch import launch
-from tests.helpers.runs import attempt, losses, run, saves
-from tests.helpers.tiny import tiny_config, write_data
+from tests.helpers.runs import attempt, losses, metrics, run, saves
+from tests.helpers.tiny import tiny_config, values, write_data
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -24,6 +24,7 @@ OWN_PARTS = {
         "gate_bias": 0.5,
     },
 }
+SCHEDULE = {"name": f"{PARTS}:Triangle", "peak": 0.4}
 SHARDED = {"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}
 
 
@@ -38,7 +39,8 @@ def folder(tmp_path_factory):
 
 def config(folder):
     batches = {"global_train_batch_size": 12, "device_train_microbatch_size": 1, "max_duration": "6ba"}
-    return tiny_config(folder / "data", exact_sums=True, save_interval="2ba", autoresume=True, **batches, **OWN_PARTS)
+    saves = {"save_interval": "2ba", "autoresume": True}
+    return tiny_config(folder / "data", exact_sums=True, scheduler=SCHEDULE, **batches, **saves, **OWN_PARTS)
 
 
 def weights(folder, name, batch=6):
@@ -51,6 +53,8 @@ def test_it_carries_on_on_other_ranks_bit_equal(folder, ranks):
     run(folder, config(folder), name, ranks[0], stop_at="4ba", **SHARDED)
     run(folder, config(folder), name, ranks[1], **SHARDED)
     assert losses(folder, name) == losses(folder, "whole") and len(losses(folder, name)) == 6
+    factors = [0, 1 / 2.4, 2 / 2.4, 3 / 3.6, 2 / 3.6, 1 / 3.6]  # with the peak after 2.4 of 6 batches
+    assert values(metrics(folder, name), "lr") == pytest.approx([1e-2 * factor for factor in factors])
     expected = weights(folder, "whole")
     found = weights(folder, name)
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
@@ -60,6 +64,7 @@ def test_it_carries_on_on_other_ranks_bit_equal(folder, ranks):
     assert recorded["norm_type"] == f"{PARTS}:ScaleNorm" and recorded["norm_kwargs"] == {"tilt": 0.1}
     assert recorded["ffn_config"]["kwargs"] == {"power": 2}
     assert recorded["attn_config"]["kwargs"] == {"gate_bias": 0.5}
+    assert manifest.config["scheduler"] == {"name": f"{PARTS}:Triangle", "kwargs": {"peak": 0.4}}
 
 
 def test_another_argument_in_mid_run_is_refused(folder):
@@ -74,7 +79,7 @@ def test_another_argument_in_mid_run_is_refused(folder):
 
 def test_a_replay_is_bit_equal_and_needs_trust(folder):
     place = str(folder / "runs" / "whole")
-    with pytest.raises(DataError, match="its model has parts that are code of its author: model.norm_type python:"):
+    with pytest.raises(DataError, match=r"parts that are code of its author: model\.norm_type python:"):
         plan_replay(place, "ba2..ba6")
 
     plan = plan_replay(place, "ba2..ba6", trusts_code=True)

@@ -3,7 +3,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from composer.core import Timestamp
+from composer.core import Time, Timestamp
+from composer.optim import CosineAnnealingWithWarmupScheduler
 
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.optimizer_schema import SchedulerConfig
@@ -41,7 +42,6 @@ def test_a_fraction_of_the_run_is_counted_in_the_unit_of_the_run():
     [("4810ba", 1, "0.05dur", 240), ("100ba", 1, "0.29dur", 28), ("3ep", 37, "0.1dur", 11), ("1ep", 50, "0.29dur", 14)],
 )
 def test_a_fraction_of_the_run_is_cut_to_whole_batches_as_in_composer(max_duration, num_batches, t_warmup, batches):
-    from composer.core import Time
     from composer.optim.scheduler import _convert_time
 
     state = SimpleNamespace(max_duration=Time.from_timestring(max_duration), dataloader_len=num_batches)
@@ -151,6 +151,41 @@ def test_batches_and_epochs_are_mixed_as_in_composer(name, max_duration, t_warmu
         schedule = schedule_of(name=name, **spans, alpha_f=0.0)
         ours = learning_rate_multiplier(schedule, run, lambda unit, state=state: elapsed(state, unit), length)
         assert ours == pytest.approx(theirs(state), abs=1e-12), t
+
+
+def test_a_schedule_written_for_llm_foundry_gives_the_same_rates():
+    options = {"t_warmup": "3ba", "alpha_f": 0.1}
+    ours = LearningRate(schedule_of(name="cosine_with_warmup", **options), Duration(10, "ba"))
+    name = "python:composer.optim:CosineAnnealingWithWarmupScheduler"
+    theirs = LearningRate(
+        schedule_of(name=name, kwargs=options), Duration(10, "ba"), CosineAnnealingWithWarmupScheduler(**options)
+    )
+    theirs.fit_start(SimpleNamespace(dataloader_len=None), None)  # pyright: ignore[reportArgumentType]
+    rates = []
+    for rate in (ours, theirs):
+        optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}])
+        for batch in range(11):
+            state: Any = SimpleNamespace(
+                timestamp=Timestamp(batch=batch),
+                max_duration=Time.from_timestring("10ba"),
+                dataloader_len=20,
+                optimizers=[optimizer],
+            )
+            rate.batch_start(state, None)  # pyright: ignore[reportArgumentType]
+            rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[:11] == pytest.approx(rates[11:]) and rates[3] == 0.5
+
+
+@pytest.mark.parametrize("answer", [None, -0.1, math.nan, "1"])
+def test_a_schedule_of_ones_own_must_return_a_factor(answer):
+    schedule = schedule_of(name="python:mine:Schedule")
+    rate = LearningRate(schedule, Duration(10, "ba"), lambda state, ssr: answer)  # pyright: ignore[reportArgumentType]
+    state: Any = SimpleNamespace(timestamp=Timestamp(batch=4))
+    with pytest.raises(ConfigError) as caught:
+        rate.batch_start(state, None)  # pyright: ignore[reportArgumentType]
+    assert str(caught.value) == (
+        f"scheduler.name: python:mine:Schedule returns {answer!r} for batch 5, expected a finite number of 0 or more"
+    )
 
 
 def test_a_span_that_needs_an_unknown_length_of_an_epoch_is_refused_in_one_line():
