@@ -333,6 +333,7 @@ def _describe_logs(config: TrainConfig) -> str:
     for tracker in ("wandb", "tensorboard"):
         if getattr(config.loggers, tracker) is not None:
             names.append(tracker)
+    names += config.loggers.extra
     return ", ".join(names)
 
 

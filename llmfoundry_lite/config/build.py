@@ -389,7 +389,11 @@ def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
     if path == "callbacks":
         return "one of your own is named by its import path, python:package.module:Class"
     if path == "loggers":
-        return f"valid keys here: {', '.join(keys)}; metrics.jsonl is always written"
+        names = [name for name in keys if name != "extra"]  # which holds those of the user's own
+        return (
+            f"valid keys here: {', '.join(names)}, and python:package.module:Class for one of your own; metrics.jsonl "
+            "is always written"
+        )
 
     # The key may stand in the wrong block. Several blocks may have one of this name: prefer the one nearest to `path`.
     nearest = word if is_key_elsewhere else find_nearest(word, map(_last, other_keys), cutoff=0.8)

@@ -213,6 +213,8 @@ class LoggersConfig:
 
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
+    extra: dict[str, dict[str, Any]] = setting(dict)
+    """python:package.module:Class -> keyword arguments."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -123,6 +123,8 @@ def load_train_config(
     with naming_source(layers):
         for import_path in config.callbacks.extra:
             check_import_path("callbacks", import_path)
+        for import_path in config.loggers.extra:
+            check_import_path("loggers", import_path)
 
     # Check the keys together.
     check_together(config, layers)
@@ -301,7 +303,7 @@ def _default_run_folder(values: Mapping[str, Any]) -> str:
 def _collect_own_arguments(values: dict[str, Any]) -> None:
     """Move the arguments of a user's own `python:` objects into `kwargs` or `extra`, whose keys are not checked.
 
-    The objects are the optimizer, the schedule, loaders and callbacks. Changes `values` in place:
+    The objects are the optimizer, the schedule, loaders, callbacks and loggers. Changes `values` in place:
 
         optimizer: {name: python:my.module:Sgd, lr: 0.1, nesterov: true}      # becomes
         optimizer: {name: python:my.module:Sgd, lr: 0.1, kwargs: {nesterov: true}}
@@ -309,8 +311,8 @@ def _collect_own_arguments(values: dict[str, Any]) -> None:
         callbacks: {python:my.module:Log: {every: 10}}                        # becomes
         callbacks: {extra: {python:my.module:Log: {every: 10}}}
     """
-    # The user's optimizer or schedule may have an argument of the same name as a key of ours, such as `betas`, so only the first
-    # keys stay. All keys of a loader stay, because they may come from a hardware overlay.
+    # The user's optimizer or schedule may have an argument of the same name as a key of ours, such as `betas`, so only
+    # the first keys stay. All keys of a loader stay, because they may come from a hardware overlay.
     _move_arguments(values.get("optimizer"), "name", {"name", "lr", "kwargs"})
     _move_arguments(values.get("scheduler"), "name", {"name", "kwargs"})
     loaders = [values.get("train_loader"), values.get("eval_loader")]
@@ -320,13 +322,14 @@ def _collect_own_arguments(values: dict[str, Any]) -> None:
     for loader in loaders:
         _move_arguments(loader, "name", keys_of(LoaderConfig))
 
-    # A callback's key is its import path, and its value is the block of its arguments, or null.
-    callbacks = values.get("callbacks")
-    if isinstance(callbacks, dict):
-        import_paths = [key for key in callbacks if str(key).startswith("python:")]
-        if import_paths:
-            own_callbacks = {path: callbacks.pop(path) or {} for path in import_paths}
-            callbacks["extra"] = {**callbacks.get("extra", {}), **own_callbacks}
+    # The key of a callback or a logger is its import path, and its value is the block of its arguments, or null.
+    for block in (values.get("callbacks"), values.get("loggers")):
+        if not isinstance(block, dict):
+            continue
+        import_paths = [key for key in block if is_own(key)]
+        if import_paths and isinstance(block.get("extra") or {}, dict):  # the schema refuses another `extra`
+            own_objects = {path: block.pop(path) or {} for path in import_paths}
+            block["extra"] = {**(block.get("extra") or {}), **own_objects}
 
 
 def _collect_part_arguments(values: dict[str, Any]) -> None:

@@ -476,6 +476,7 @@ class TrainConfig:
         names += [("optimizer.name", self.optimizer.name), ("scheduler.name", self.scheduler.name)]
         names += [(f"{key}.name", loader.name) for key, loader in self.loaders.items()]
         names += [("callbacks", name) for name in self.callbacks.extra]
+        names += [("loggers", name) for name in self.loggers.extra]
         return [(key, name) for key, name in names if is_own(name)]
 
     @property

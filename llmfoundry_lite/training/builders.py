@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from composer.core import Callback, DataSpec, Evaluator
+from composer.loggers import LoggerDestination
 from torch.optim import Optimizer
 
 from llmfoundry_lite import companions, devices
@@ -17,10 +18,11 @@ from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_tasks import load_tasks
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, SchedulerConfig
-from llmfoundry_lite.config.schema import TrainConfig, data_label
+from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.data.tokenizer import LazyTokenizer, load_tokenizer
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
@@ -89,6 +91,12 @@ def build_and_restore(
     checkpointing.on_saves = run_folder.note_saves
     run_folder.on_status = checkpointing.record_launch
 
+    # Loggers of the user's own get what Composer gives a logger, on every rank.
+    loggers = [call_object(name, "loggers", "loggers", **options) for name, options in config.loggers.extra.items()]
+    for name, logger in zip(config.loggers.extra, loggers, strict=True):
+        if not isinstance(logger, LoggerDestination):
+            raise ConfigError(f"loggers: {name} returns {type(logger).__name__}, expected a Composer LoggerDestination")
+
     # The trainer, which restores the run. At each event, callbacks are called in the order of the list, and then
     # loggers.
     trainer = ParallelTrainer(
@@ -109,7 +117,7 @@ def build_and_restore(
             checkpointing,
             *build_foundry_callbacks(config, checkpointing),
         ],
-        loggers=[run_folder],
+        loggers=[run_folder, *loggers],
         run_name=config.run_name,
         device="gpu" if devices.device_type() == "cuda" else "cpu",
         precision="fp32",  # Composer casts nothing: `parallel/precision.py` has the dtypes
@@ -121,6 +129,8 @@ def build_and_restore(
         log_to_console=False,
         python_log_level=config.python_log_level,
     )
+    for logger in loggers:
+        logger.log_hyperparameters(as_dict(config))  # without secrets, as the run records it
     return trainer, checkpointing
 
 

@@ -70,7 +70,7 @@ TABLE = {
         "callbacks.kill_loss_spike.": "log_only patience outlier_multiplier window_size loss_cap",
         "callbacks.profiler.": """skip_first wait warmup active repeat folder all_ranks record_shapes profile_memory
             with_stack""",
-        "loggers.": "wandb tensorboard",
+        "loggers.": "wandb tensorboard extra",
         "loggers.wandb.": "names project entity group name tags init_kwargs",
         "loggers.tensorboard.": "names log_dir",
         "fsdp_config.": """sharding_strategy mixed_precision data_parallel_shard_degree reduce_every_microbatch

@@ -186,7 +186,7 @@ ALWAYS = {
     "AsyncEvalConfig": "interval compute eval_run_config",  # what they mean to LLM Foundry, a note says
     "EarlyStopperConfig": "monitor dataloader_label patience min_delta",
     "KillLossSpikeConfig": "log_only patience outlier_multiplier window_size loss_cap",
-    "LoggersConfig": "wandb tensorboard",
+    "LoggersConfig": "wandb tensorboard extra",
     "WandbConfig": "project entity group name tags names init_kwargs",
     "TensorboardConfig": "log_dir names",
     "TrainConfig": """model tokenizer train_loader optimizer scheduler max_duration global_train_batch_size max_seq_len

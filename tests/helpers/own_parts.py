@@ -1,8 +1,10 @@
-"""Parts of a run that a user might write: norm, feed-forward layer, attention, schedule. docs/own-parts.md shows them."""
+"""Parts of a run that a user might write: norm, feed-forward layer, attention, schedule. See docs/own-parts.md."""
 
 import math
 
 import torch
+import torch.distributed as dist
+from composer.loggers import LoggerDestination
 from torch import nn
 
 from llmfoundry_lite.models.mpt import Attention
@@ -84,3 +86,23 @@ class Triangle:
     def __call__(self, state, ssr=1.0):
         done = state.timestamp.batch.value / state.max_duration.value
         return done / self.peak if done < self.peak else (1 - done) / (1 - self.peak)
+
+
+class Tail(LoggerDestination):
+    """Appends the loss of each batch to a file, and first the run's name."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def log_hyperparameters(self, hyperparameters):
+        if "run_name" in hyperparameters:
+            self.write(hyperparameters["run_name"])
+
+    def log_metrics(self, metrics, step=None):
+        if "loss/train/total" in metrics:
+            self.write(f"{step} {metrics['loss/train/total']}")
+
+    def write(self, line):
+        if dist.get_rank() == 0:
+            with open(self.path, "a") as file:
+                file.write(f"{line}\n")

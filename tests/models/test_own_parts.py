@@ -2,22 +2,29 @@
 
 import math
 import re
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
+from composer.core import Time, Timestamp
+from composer.loggers import LoggerDestination
 from torch import nn
 
 from llmfoundry_lite import own_code
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig, InitConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT, KeyValueCache
 from llmfoundry_lite.models.own_parts import find_own_parts
-from llmfoundry_lite.own_code import trust_code
-from llmfoundry_lite.training.builders import find_flops_per_token
+from llmfoundry_lite.own_code import call_object, trust_code
+from llmfoundry_lite.training.builders import build_own_schedule, find_flops_per_token
+from tests.helpers.launch import ROOT
+from tests.helpers.tiny import tiny_config, write_config
 
 PARTS = "python:tests.helpers.own_parts"
 HERE = f"python:{__name__}"
@@ -142,6 +149,40 @@ def test_flops_are_known_only_if_each_part_says_its_own(changes, is_known):
         assert flops == pytest.approx(count_flops_per_token(SMALL, 16), rel=0.02)
     num_unknown = sum(p.numel() for part in find_own_parts(model) for p in part.parameters())
     assert count_parameters(config) + num_unknown == sum(p.numel() for p in model.parameters())
+
+
+def test_the_page_for_users_describes_a_run_that_can_be_built(tmp_path, monkeypatch):
+    page = (ROOT / "docs/own-parts.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    [settings] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = tiny_config(tmp_path / "data")
+    written = yaml.safe_load(settings)
+    config["model"] |= written.pop("model")
+    config |= written
+    run = load_train_config([write_config(tmp_path / "run.yaml", config)]).config
+
+    model = build(run.model)
+    model(TOKENS_BT).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert find_flops_per_token(run, model) is None, "attention does not say"
+    trust_code(name for _, name in run.own_code)
+    schedule = build_own_schedule(run.scheduler)
+    state = SimpleNamespace(timestamp=Timestamp(batch=2), max_duration=Time.from_timestring("10ba"))
+    assert schedule is not None and schedule(state) == 0.5
+    (name, arguments), *_ = run.loggers.extra.items()
+    assert arguments == {"path": "losses.txt"}
+    assert isinstance(call_object(name, "loggers", "loggers", **arguments), LoggerDestination)
+    assert {key for key, _ in run.own_code} == {
+        "model.norm_type",
+        "model.ffn_config.ffn_type",
+        "model.attn_config.attn_type",
+        "model.attn_config.attn_impl",
+        "scheduler.name",
+        "loggers",
+    }
+    sys.modules.pop("mine")
 
 
 def test_code_that_nobody_trusts_is_not_imported(tmp_path, monkeypatch):

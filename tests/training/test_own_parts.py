@@ -67,6 +67,14 @@ def test_it_carries_on_on_other_ranks_bit_equal(folder, ranks):
     assert manifest.config["scheduler"] == {"name": f"{PARTS}:Triangle", "kwargs": {"peak": 0.4}}
 
 
+def test_a_logger_of_ones_own_gets_what_the_log_has(folder):
+    path = folder / "losses.txt"
+    run(folder, config(folder), "logged", 2, loggers={f"{PARTS}:Tail": {"path": str(path)}}, max_duration="2ba")
+    name, *lines = path.read_text().splitlines()
+    assert name == "logged"
+    assert [float(line.split()[1]) for line in lines] == losses(folder, "logged")
+
+
 def test_another_argument_in_mid_run_is_refused(folder):
     name = "changed"
     run(folder, config(folder), name, stop_at="2ba")
