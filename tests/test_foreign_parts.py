@@ -129,7 +129,7 @@ def test_code_that_is_trusted_runs(folder, marker, capfd):
     assert run_command(words) == 0 and capfd.readouterr().out == text, "this norm is LayerNorm"
 
     model = lf.load(folder / "run", trust_code=True)
-    assert isinstance(model.model.transformer.norm_f, torch.nn.LayerNorm)
+    assert type(model.model.get_submodule("transformer.norm_f")) is torch.nn.LayerNorm
     assert evaluate(folder, trust_code=True)["x"].tasks["rhymes/0-shot"]["n"] == 1
     plan_replay(str(folder / "run"), "ba3..ba6", trusts_code=True)
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from llmfoundry_lite.config.fields import is_number
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.own_code import call_object
@@ -34,6 +35,7 @@ class Norm(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of `x`. Returns its shape and dtype."""
+        ...
 
 
 class FeedForward(Protocol):
@@ -47,6 +49,7 @@ class FeedForward(Protocol):
 
     def __call__(self, x_btd: Tensor) -> Tensor:
         """Return what is added to the residual stream, [b, t, d], for normalised inputs [b, t, d]."""
+        ...
 
 
 class Attention(Protocol):
@@ -64,6 +67,7 @@ class Attention(Protocol):
 
         The arguments are those of `mpt.Attention.forward`.
         """
+        ...
 
 
 # ------------------------------------------------------------------------------------------------ building and checking
@@ -238,12 +242,13 @@ def find_own_parts(model: nn.Module) -> Iterator[nn.Module]:
 def _check_answer(answer: Any, part: nn.Module, parameter_name: str) -> InitialValues:
     """Return the answer of a method `initial_distribution`. Raises ConfigError for one that has another form."""
     mark = mark_of(part)
-    is_tuple = isinstance(answer, tuple | list) and len(answer) > 0
-    kind = answer[0] if is_tuple else None
-    is_known = isinstance(kind, str) and NUM_NUMBERS.get(kind) == len(answer) - 1
-    if not is_known or not all(isinstance(number, int | float) for number in answer[1:]):
+    parts = list(answer) if isinstance(answer, tuple | list) else []
+    kind = parts[0] if parts else None
+    numbers = parts[1:]
+    is_known = isinstance(kind, str) and NUM_NUMBERS.get(kind) == len(numbers)
+    if not is_known or not all(is_number(number) for number in numbers):
         raise ConfigError(
             f"{mark.key}: {mark.name}: initial_distribution({parameter_name!r}) returns {answer!r}, expected "
             "('normal', std), ('uniform', low, high), ('constant', value) or None"
         )
-    return tuple(answer)
+    return (kind, *numbers)

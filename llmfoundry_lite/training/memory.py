@@ -29,6 +29,7 @@ from llmfoundry_lite.estimate.memory import (
     optimizer_slots,
     with_cpu_attention,
 )
+from llmfoundry_lite.estimate.model_memory import describe_unknown_parts
 from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.ranks.exchange import all_reduce_max
 from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
@@ -332,11 +333,13 @@ def explain_out_of_memory(error: BaseException, config: TrainConfig, when: str, 
     else:
         used_bytes, free_bytes = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
     estimated_bytes = estimate_training_memory(as_run, layout).total_bytes
+    unknown_parts = describe_unknown_parts(config.model)
+    not_counted = f", and what {unknown_parts} takes" if unknown_parts else ""
 
     return OutOfMemoryError(
         f"out of memory on rank {this_rank().rank} {when}: {_asked_for(str(error))} asked for with "
         f"{used_bytes / GIB:.2f} of {(used_bytes + free_bytes) / GIB:.2f} GiB in use; by the estimate {size} x "
-        f"{config.max_seq_len} tokens at a time take {estimated_bytes / GIB:.2f} GiB"
+        f"{config.max_seq_len} tokens at a time take {estimated_bytes / GIB:.2f} GiB{not_counted}"
         f"{advise_less_memory(config, layout, devices.device_type(), size)}"
     )
 

@@ -38,7 +38,7 @@ class SquaredReLU(nn.Module):
         self.up = nn.Linear(d_model, hidden, bias=bias, device=device)
         self.scale = nn.Parameter(torch.empty(hidden, device=device))
         self.down = nn.Linear(hidden, d_model, bias=bias, device=device)
-        self.down._is_residual = True
+        self.down._is_residual = True  # pyright: ignore[reportArgumentType]
         self.flops_per_token = 6 * 2 * d_model * hidden
 
     def initial_distribution(self, name):

@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def _only_what_a_test_trusts(monkeypatch):
     monkeypatch.setattr(own_code, "_trusted_names", set())
 
 
-def build(config: ModelConfig) -> MPT:
+def build(config: ModelConfig) -> Any:
     """Build a model with its initial weights, as a launch of its user does."""
     trust_code(config.own_parts.values())
     with torch.device("meta"):
@@ -141,7 +142,7 @@ def test_a_norm_of_ones_own_in_attention_of_ones_own_draws_itself():
 def test_flops_are_known_only_if_each_part_says_its_own(changes, is_known):
     config = replace(SMALL, **changes)
     model = build(config)
-    run = SimpleNamespace(model=config, max_seq_len=16)
+    run: Any = SimpleNamespace(model=config, max_seq_len=16)
     flops = find_flops_per_token(run, model)
     assert (flops is not None) is is_known
     if is_known:
@@ -169,7 +170,7 @@ def test_the_page_for_users_describes_a_run_that_can_be_built(tmp_path, monkeypa
     assert find_flops_per_token(run, model) is None, "attention does not say"
     trust_code(name for _, name in run.own_code)
     schedule = build_own_schedule(run.scheduler)
-    state = SimpleNamespace(timestamp=Timestamp(batch=2), max_duration=Time.from_timestring("10ba"))
+    state: Any = SimpleNamespace(timestamp=Timestamp(batch=2), max_duration=Time.from_timestring("10ba"))
     assert schedule is not None and schedule(state) == 0.5
     (name, arguments), *_ = run.loggers.extra.items()
     assert arguments == {"path": "losses.txt"}
@@ -270,7 +271,7 @@ class LearnedNorm(nn.Module):
         super().__init__()
         self.mix = nn.Linear(normalized_shape, normalized_shape, device=device)
         self.out = nn.Linear(normalized_shape, normalized_shape, device=device)
-        self.out._is_residual = True
+        self.out._is_residual = True  # type: ignore[assignment]
         self.inner = nn.LayerNorm(normalized_shape, device=device)
         self.inner_own = Uniform(normalized_shape)
 

@@ -13,7 +13,7 @@ from llmfoundry_lite.config.sharding_schema import ContextParallelConfig, Pipeli
 from llmfoundry_lite.hardware import Accelerator, find_accelerator
 from llmfoundry_lite.report.reading import config_of, read_run
 from llmfoundry_lite.report.segments import accelerator_of, measure_segment
-from llmfoundry_planner.plan.step import find_hardware, step_time
+from llmfoundry_planner.plan.step import find_hardware, refuse_unknown_layers, step_time
 
 
 def check_run(run_location: str) -> str:
@@ -60,8 +60,9 @@ def predict(config: TrainConfig, segment: Segment, accelerator: Accelerator, num
     """Predict tokens per second of each device in a segment, as `plan` would for the layout that it ran with.
 
     The segment records the layout as text, such as "4 stages, 1f1b" and "2, heads". Raises ConfigError for a layout
-    that cannot be timed, and ValueError for text in another form.
+    or a layer that cannot be timed, and ValueError for text in another form.
     """
+    refuse_unknown_layers(config.model)
     sharding = replace(
         config.sharding,
         sharding_strategy=segment.sharding or config.sharding.sharding_strategy,

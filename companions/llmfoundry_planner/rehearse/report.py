@@ -12,7 +12,7 @@ from llmfoundry_layouts.stages import Stage, assign_stages, describe_stages
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_lite.estimate.model_memory import MemoryEstimate
+from llmfoundry_lite.estimate.model_memory import MemoryEstimate, describe_unknown_parts
 from llmfoundry_lite.hardware import FREE_FRACTION, GIB, Accelerator, format_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_planner.rehearse.device import PREFERS_CUDNN, find_capability
@@ -66,6 +66,9 @@ def describe(job: Job, rank: int, outcome: Outcome) -> str:
         f"FLOPs          {measured_flops / 1e12:,.2f} T in a batch on this rank, {measured_flops / formula_flops:.3f} "
         f"of the formula's {formula_flops / 1e12:,.2f} T (attention's backward pass computes its scores again)"
     )
+    unknown_parts = describe_unknown_parts(config.model)
+    if unknown_parts:
+        lines.append(f"               the formula and the estimate of memory count nothing for {unknown_parts}")
     is_cudnn_preferred = device.vendor == "nvidia" and find_capability(device) in PREFERS_CUDNN
     lines += describe_kernels(
         measurements["attention"], measurements["compiled"], is_cudnn_preferred=is_cudnn_preferred
