@@ -146,7 +146,7 @@ def test_a_folder_of_transformers_names_no_code(folder, marker, tmp_path, place)
     assert run_command(["checkpoint", "export", str(folder / "plain"), "exported"]) == 0
     description = json.loads((tmp_path / "exported/config.json").read_text())
     block = PLACES[place]
-    description[place] = {**description[place], **block} if isinstance(block, dict) else block
+    description[place] = {**description.get(place, {}), **block} if isinstance(block, dict) else block
     (tmp_path / "exported/config.json").write_text(json.dumps(description))
     for command in (["checkpoint", "import", "exported", "imported"], ["generate", "exported", "--prompt", "the cat"]):
         assert run_command(command) == 2

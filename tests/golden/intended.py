@@ -25,6 +25,7 @@ INTENDED: dict[str, str] = {
     "commands/checkpoint/verify": "every checkpoint of a folder is verified",
     "commands/status.json": "status.json says what is saved, and why a save failed",
     "errors/key/overlay=*": "messages are rewritten",
+    "errors/key/loggers.neptune*": "a logger of one's own is named by its import path",
     "errors/command/plan-per-node": "messages are rewritten",
 }
 """Pattern of keys, as `fnmatch` has them -> why. Emptied when the record is made anew."""
