@@ -3,6 +3,8 @@
 import json
 import re
 import sys
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError, UserError
 from llmfoundry_lite.launch.replay import plan_replay
+from llmfoundry_lite.report.batch import compute_losses
 from tests.helpers.present import present
 from tests.helpers.recorded import write_run
 from tests.helpers.tiny import tiny_config
@@ -109,6 +112,9 @@ LIBRARY = {
     "load": lambda folder: lf.load(folder / "run"),
     "evaluate": evaluate,
     "evaluate, every checkpoint": lambda folder: evaluate(folder, all_checkpoints=True),
+    "losses of a batch": lambda folder: compute_losses(
+        cast(Any, SimpleNamespace(run="run", checkpoint=None)), str(folder / "run"), torch.device("cpu")
+    ),
     "plan a replay": lambda folder: plan_replay(str(folder / "run"), "ba3..ba6"),
 }
 

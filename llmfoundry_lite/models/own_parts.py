@@ -116,8 +116,12 @@ def build_norm(config: ModelConfig | AttentionConfig, width: int, *, has_bias: b
     return _adopt(norm, config.norm_type, key, is_norm=True)
 
 
+MARK = "_own_part_of_llmfoundry_lite"
+"""Attribute of a module that is a part of the user's own. It has an `OwnPart`."""
+
+
 class OwnPart(NamedTuple):
-    """The mark that a part of the user's own has in the attribute `own_part`."""
+    """Where a part of the user's own comes from."""
 
     name: str
     """Its import path."""
@@ -133,7 +137,7 @@ def _adopt(part: Any, name: str, key: str, *, is_norm: bool = False) -> nn.Modul
     """
     if not isinstance(part, nn.Module):
         raise ConfigError(f"{key}: {name} returns {type(part).__name__}, expected a torch.nn.Module")
-    part.own_part = OwnPart(name, key, is_norm)  # type: ignore[assignment]
+    setattr(part, MARK, OwnPart(name, key, is_norm))
     for buffer_name, _ in part.named_buffers():
         raise ConfigError(
             f"{key}: {name} has a buffer, {buffer_name}, which no checkpoint holds; keep a number, and make the tensor "
@@ -211,7 +215,7 @@ def initial_values(part: nn.Module, parameter_name: str) -> InitialValues | None
 
 def mark_of(part: nn.Module) -> OwnPart:
     """Return the mark of a part of the user's own."""
-    mark: Any = part.own_part
+    mark: Any = getattr(part, MARK)
     return mark
 
 
@@ -223,7 +227,7 @@ def find_owner(module: nn.Module, parameter_name: str) -> tuple[nn.Module, str] 
     found = None
     name_inside = parameter_name
     while True:
-        if hasattr(module, "own_part"):
+        if hasattr(module, MARK):
             found = (module, name_inside)
         child_name, dot, rest = name_inside.partition(".")
         if not dot:
@@ -235,7 +239,7 @@ def find_owner(module: nn.Module, parameter_name: str) -> tuple[nn.Module, str] 
 def find_own_parts(model: nn.Module) -> Iterator[nn.Module]:
     """Yield each part of a model that is the user's own."""
     for module in model.modules():
-        if hasattr(module, "own_part"):
+        if hasattr(module, MARK):
             yield module
 
 
