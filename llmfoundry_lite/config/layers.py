@@ -31,7 +31,7 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.shipped import find_yaml, near_name, shipped_folder
 from llmfoundry_lite.config.yaml_text import read_yaml
 from llmfoundry_lite.errors import ConfigError, find_nearest
-from llmfoundry_lite.own_code import is_own
+from llmfoundry_lite.own_code import PREFIX
 
 
 class ConfigLayer(NamedTuple):
@@ -277,7 +277,10 @@ def _refuse_trusted_keys(layer: ConfigLayer) -> None:
         names_compiler = block == "compile_config" and name not in ("", *PLAIN_COMPILE_KEYS)
         starts_programs = block == "environment" or names_compiler
         names_places = block == "islands" or ".dataset." in key
-        names_code = is_own(find_value(layer.values, key)[1])
+        settings = settings_along(TrainConfig, key)
+        choices = settings[-1].choices if settings else ()
+        # A value that is none of ours is an import path, or becomes one when its references are resolved.
+        names_code = PREFIX in choices and find_value(layer.values, key)[1] not in choices
         if starts_programs or names_code or names_places:
             raise ConfigError(
                 f"{AUTO}: {path} sets {key}, which {AUTO} does not take from the working directory, because nobody has "

@@ -90,6 +90,8 @@ def test_an_overlay_is_named_by_cards_of_which_two_devices_are_one(tmp_path, mon
     [
         ("environment: {CXX: ./theirs}", "environment.CXX"),
         ("compile_config: {mode: default, options: {cpp.cxx: ./theirs}}", "compile_config.options.cpp.cxx"),
+        ("model: {attn_config: {attn_impl: 'python:theirs:attend'}}", "model.attn_config.attn_impl"),
+        ("model: {attn_config: {attn_impl: '${oc.env:NONE,python}:theirs:attend'}}", "model.attn_config.attn_impl"),
         ("train_loader: {dataset: {local: /elsewhere}}", "train_loader.dataset.local"),
         ("eval_loader: {dataset: {remote: 'http://theirs'}}", "eval_loader.dataset.remote"),
         pytest.param("islands: {coordinator: theirs:7070}", "islands.coordinator", marks=needs("llmfoundry_islands")),
@@ -112,7 +114,10 @@ def test_an_overlay_that_nobody_named_runs_nothing_and_names_no_place(tmp_path, 
 
     named = layers.read_layers([run, "hardware=yamls/hardware/h200-8.yaml"])
     assert named[-1].values["precision"] == "amp_bf16"
-    overlay.write_text("overlay: hardware\nprecision: amp_bf16\ncompile_config: {mode: default}\n")
+    overlay.write_text(
+        "overlay: hardware\nprecision: amp_bf16\ncompile_config: {mode: default}\n"
+        "model: {attn_config: {attn_impl: sdpa}}\n"
+    )
     assert layers.read_layers([run, "hardware=auto"])[-1].values["precision"] == "amp_bf16"
 
 
