@@ -66,6 +66,22 @@ def test_a_name_that_is_too_long_for_a_file_is_one_of_no_file(tmp_path, data, ke
         assert any(long in note for note in result.not_checked)
 
 
+def test_parts_of_ones_own_are_named_and_neither_imported_nor_counted(tmp_path, data, monkeypatch):
+    (tmp_path / "parts_of_mine.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {"model__norm_type": "python:parts_of_mine:Norm", "scheduler": {"name": "python:parts_of_mine:S", "peak": 2}}
+    config, found = check(tmp_path, tiny_config(data, **own))
+    text = dry_run.describe_launch(config, Layout(), found)
+    assert (
+        "\nown parts      python:parts_of_mine:Norm (model.norm_type): not counted in parameters, FLOPs and memory, "
+        "because a dry run imports no code\n" in text
+    )
+    assert ", python:parts_of_mine:S, peak 2, " in text
+    own["model__norm_type"] = "python:parts_of_nobody:Norm"
+    with pytest.raises(ConfigError, match=r"^model\.norm_type: .*: No module named 'parts_of_nobody'; is its folder"):
+        check(tmp_path, tiny_config(data, **own))
+
+
 def test_counts_samples_and_says_what_was_not_checked(tmp_path, data):
     config, found = check(tmp_path, tiny_config(data))
     assert found.num_samples == {"train": 60, "eval": 9}

@@ -87,6 +87,19 @@ def test_a_plan_says_what_takes_the_time_and_why_others_are_rejected():
     assert "rejected  64 copies x 4 context, ZERO_1: needs " in printed
 
 
+def test_a_plan_names_a_norm_that_it_does_not_know_and_refuses_a_layer(capsys):
+    words = ("mpt-125m", "--hardware", "h100", "--devices", "1")
+    printed = printed_plan(*words, "model.norm_type=python:mine:Norm")
+    assert lines_labelled("not known", printed) == [
+        "python:mine:Norm (model.norm_type): counted neither in memory nor in time"
+    ]
+    assert plan(*words, "model.ffn_config.ffn_type=python:mine:Ffn") == 2
+    assert capsys.readouterr().err == (
+        "error: plan: nothing is known of the time of python:mine:Ffn (model.ffn_config.ffn_type), which is code of your "
+        "own; plan with a layer of ours that is as large\n"
+    )
+
+
 def test_a_plan_ends_with_the_cost():
     printed = printed_plan(*MPT_7B_ON_256)
     labels = [line.split()[0] for line in printed.splitlines() if line[:10].strip()]

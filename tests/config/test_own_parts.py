@@ -1,0 +1,84 @@
+"""Parts of the user's own in a YAML: their arguments, what is refused beside them, and what estimates say of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.schema import as_dict
+from llmfoundry_lite.convert.huggingface import describe_export_problem
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.estimate.model_memory import describe_unknown_parts
+from tests.helpers.tiny import tiny_config, write_config
+
+OWN_FFN = "model.ffn_config={ffn_type: 'python:mine:Ffn', depth: 2, kwargs: {rate: 0.5}}"
+OWN_NORM = "model.norm_type=python:mine:Norm"
+
+
+def load(tmp_path: Path, *arguments: str):
+    path = write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data"))
+    return load_train_config([path, *arguments]).config
+
+
+def test_keys_that_are_not_ours_are_arguments(tmp_path):
+    config = load(
+        tmp_path,
+        OWN_FFN,
+        "model.ffn_config.moe_num_experts=8",  # of LLM Foundry, which is refused without a part of one's own
+        "model.attn_config={attn_type: 'python:mine:Attention', rope: true, gate: {bias: 1}}",
+        "scheduler={name: 'python:mine:Schedule', t_warmup: 10ba, peak: 2}",
+        "loggers={'python:mine:Log': null}",
+    )
+    assert config.model.ffn_config.kwargs == {"depth": 2, "rate": 0.5, "moe_num_experts": 8}
+    assert config.model.attn_config.kwargs == {"gate": {"bias": 1}} and config.model.attn_config.rope
+    assert config.scheduler.kwargs == {"t_warmup": "10ba", "peak": 2}
+    assert config.loggers.extra == {"python:mine:Log": {}}
+
+    # A record is read as it was written.
+    recorded = tmp_path / "recorded.yaml"
+    recorded.write_text(json.dumps(as_dict(config)))
+    again = load_train_config([str(recorded)]).config
+    assert again.model == config.model and again.scheduler == config.scheduler and again.loggers == config.loggers
+
+
+@pytest.mark.parametrize("kwargs", ["3", "[1]", "text"])
+@pytest.mark.parametrize("block", ["optimizer={name: 'python:a:B', lr: 1,", "scheduler={name: 'python:a:B',"])
+def test_kwargs_must_be_a_block(tmp_path, block, kwargs):
+    with pytest.raises(ConfigError, match=r"\.kwargs: .* given, expected a block of `key: value` lines"):
+        load(tmp_path, f"{block} kwargs: {kwargs}}}")
+
+
+@pytest.mark.parametrize(
+    "degree", ["tp_config.tensor_parallel", "cp_config.context_parallel", "pp_config.pipeline_parallel"]
+)
+@pytest.mark.parametrize(
+    "part",
+    [OWN_NORM, OWN_FFN, "model.attn_config.attn_type=python:mine:A", "model.attn_config.attn_impl=python:mine:attend"],
+)
+def test_only_fsdp_divides_a_part(tmp_path, part, degree):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, part, f"{degree}_degree=2")
+    key = part.partition("=")[0]
+    assert str(error.value).startswith(f"command line: {degree}_degree: 2 given, but nothing is known of how {key}"), (
+        error.value
+    )
+    assert str(error.value).endswith("remove it: FSDP alone divides parts of your own")
+    load(tmp_path, part, f"{degree}_degree=1")
+
+
+def test_a_part_cannot_be_exported():
+    assert describe_export_problem(ModelConfig(norm_type="python:mine:Norm")) == (
+        "model.norm_type: python:mine:Norm is code of your own, and no format of transformers has it; keep the "
+        "training checkpoint, which holds everything"
+    )
+
+
+def test_estimates_name_the_parts_that_they_do_not_know(tmp_path):
+    config = load(tmp_path, OWN_NORM, OWN_FFN)
+    assert describe_unknown_parts(config.model) == (
+        "python:mine:Norm (model.norm_type), python:mine:Ffn (model.ffn_config.ffn_type)"
+    )
+    assert describe_unknown_parts(load(tmp_path).model) == ""
+    assert hash(config.model) == hash(load(tmp_path, OWN_NORM, OWN_FFN).model)
