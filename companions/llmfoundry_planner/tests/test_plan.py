@@ -95,8 +95,8 @@ def test_a_plan_names_a_norm_that_it_does_not_know_and_refuses_a_layer(capsys):
     ]
     assert plan(*words, "model.ffn_config.ffn_type=python:mine:Ffn") == 2
     assert capsys.readouterr().err == (
-        "error: plan: nothing is known of the time of python:mine:Ffn (model.ffn_config.ffn_type), which is code of your "
-        "own; plan with a layer of ours that is as large\n"
+        "error: plan: nothing is known of the time of python:mine:Ffn (model.ffn_config.ffn_type), which is code of "
+        "your own; plan with a layer of ours that is as large\n"
     )
 
 
