@@ -33,7 +33,7 @@ def test_keys_that_are_not_ours_are_arguments(tmp_path):
     )
     assert config.model.ffn_config.kwargs == {"depth": 2, "rate": 0.5, "moe_num_experts": 8}
     assert config.model.attn_config.kwargs == {"gate": {"bias": 1}} and config.model.attn_config.rope
-    assert config.scheduler.kwargs == {"t_warmup": "10ba", "peak": 2}
+    assert config.scheduler.kwargs == {"t_warmup": "10ba", "alpha_f": 0.1, "peak": 2}
     assert config.loggers.extra == {"python:mine:Log": {}}
 
     # A record is read as it was written.

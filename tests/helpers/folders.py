@@ -31,7 +31,11 @@ def write_foundry(folder: Path, model: MPT, **changes) -> None:
     """A folder as LLM Foundry writes it, with a config.json that names code of its own."""
     code = {"AutoConfig": "configuration_mpt.MPTConfig", "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"}
     marks = {"model_type": "mpt", "architectures": ["MPTForCausalLM"], "auto_map": code, "init_device": "cpu"}
-    (folder / "config.json").write_text(json.dumps({**asdict(model.config), **marks, **changes}))
+    content = asdict(model.config)
+    for block in (content, content["attn_config"], content["ffn_config"]):
+        for key in ("kwargs", "norm_kwargs"):  # ours alone, for parts of the user's own
+            block.pop(key, None)
+    (folder / "config.json").write_text(json.dumps({**content, **marks, **changes}))
     save_file(model.state_dict(), folder / "model.safetensors")
 
 

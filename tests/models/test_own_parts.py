@@ -102,7 +102,7 @@ def test_a_function_computes_attention_wherever_the_model_is_built():
     model = build(config)
     assert model.transformer.attn_impl == f"{PARTS}:softcap_attention"
     ours = build(replace(config, attn_config=AttentionConfig(alibi=True)))
-    assert torch.allclose(model(TOKENS_BT), ours(TOKENS_BT), atol=0.05)
+    assert torch.allclose(model(TOKENS_BT), ours(TOKENS_BT), atol=0.2)
     assert not torch.equal(model(TOKENS_BT), ours(TOKENS_BT))
     check_decoding(model)
 

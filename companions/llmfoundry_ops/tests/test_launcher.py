@@ -448,13 +448,9 @@ def test_only_saved_batches_count_as_progress_of_a_launch(tmp_path, monkeypatch)
         return 0
 
     monkeypatch.setattr(Launcher, "run", run)
-    config = SimpleNamespace(
-        run_folder=str(tmp_path), retry_for=Time.parse("60s"), environment={}, own_code=[]
-    )
+    config = SimpleNamespace(run_folder=str(tmp_path), retry_for=Time.parse("60s"), environment={}, own_code=[])
     checked = SimpleNamespace(invocation=SimpleNamespace(config=config))
     monkeypatch.setattr("llmfoundry_lite.launch_train.check", lambda arguments, merged: checked)
     monkeypatch.setattr("llmfoundry_lite.launch_train.check_access", lambda config: None)
-    config = SimpleNamespace(run_folder=str(tmp_path), retry_for=Time.parse("60s"), environment={}, own_code=[])
-    monkeypatch.setattr("llmfoundry_lite.launch_train.check", lambda arguments: (SimpleNamespace(config=config),))
     assert train_ranks(["run.yaml"], 2, 3, None) == 0
     assert seen == [(None, 0), (None, 20), ("ba20", 20), ("ba20", 30)]
