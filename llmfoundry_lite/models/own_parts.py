@@ -237,10 +237,12 @@ def find_owner(module: nn.Module, parameter_name: str) -> tuple[nn.Module, str] 
 
 
 def find_own_parts(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield each part of a model that is the user's own."""
-    for module in model.modules():
-        if hasattr(module, MARK):
-            yield module
+    """Yield each part of a model that is the user's own. Parts inside another one belong to it, and are left out."""
+    if hasattr(model, MARK):
+        yield model
+        return
+    for child in model.children():
+        yield from find_own_parts(child)
 
 
 def _check_answer(answer: Any, part: nn.Module, parameter_name: str) -> InitialValues:

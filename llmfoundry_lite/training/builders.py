@@ -198,6 +198,11 @@ def build_own_schedule(config: SchedulerConfig) -> OwnSchedule | None:
     return call_object(config.name, "scheduler.name", "scheduler", **config.kwargs)
 
 
+def count_elements(module: torch.nn.Module) -> int:
+    """Count the elements of a module's parameters, over all ranks that divide them."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def find_flops_per_token(config: TrainConfig, model: torch.nn.Module) -> int | None:
     """Return the FLOPs of training on one token, forward and backward; None if a part of the user's own does not say.
 
@@ -207,7 +212,7 @@ def find_flops_per_token(config: TrainConfig, model: torch.nn.Module) -> int | N
     for part in find_own_parts(model):
         flops = getattr(part, "flops_per_token", None)
         if flops is None and mark_of(part).is_norm:
-            flops = 6 * sum(parameter.numel() for parameter in part.parameters())
+            flops = 6 * count_elements(part)
         if flops is None:
             return None
         total += int(flops)
@@ -302,6 +307,10 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
         model = build_parallel_model(config.model, **model_options)
         language_model = LanguageModel(model, precision, context=context, sum_loss=sum_loss, **loss_options)
     language_model.exact_sums = exact_sums
+    if config.model.own_parts and dist.get_rank() == 0:
+        # A dry run, which imports no code, could not count them.
+        num_own = sum(count_elements(part) for part in find_own_parts(language_model))
+        print(f"own parts: {num_own:,} of the model's {count_elements(language_model):,} parameters", flush=True)
 
     # Composer moves every model to the device, but FSDP needs offloaded parameters on the host.
     if fsdp.offload_optimizer and layout.pipeline == 1:

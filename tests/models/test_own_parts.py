@@ -129,6 +129,11 @@ def test_a_norm_of_ones_own_in_attention_of_ones_own_draws_itself():
     assert model.transformer.blocks[0].attn.q_ln.length.tolist() == [1.0]
     assert 0 < model.transformer.blocks[0].attn.q_ln.tilt.std().item() < 0.04
 
+    # A vector called weight begins with 1 in a norm alone, and the layer around it is none.
+    plain = replace(attention, norm_type=f"{HERE}:Plain", norm_kwargs={"weight": [32]})
+    model = build(replace(SMALL, attn_config=plain))
+    assert model.transformer.blocks[0].attn.q_ln.weight.tolist() == [1.0] * 32
+
 
 @pytest.mark.parametrize(
     ("changes", "is_known"),
