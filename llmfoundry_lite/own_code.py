@@ -6,7 +6,7 @@ been told to trust by `trust_code`. A place that builds something from a record 
 """
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
@@ -54,17 +54,24 @@ def import_object(name: str, key: str) -> Any:
         raise ConfigError(f"{key}: {name}: module {module_name} has no {attribute}") from None
 
 
-def call_object(name: str, key: str, block: str, /, *arguments: Any, **options: Any) -> Any:
+def call_object(name: str, key: str, block: str, kwargs: Mapping[str, Any], /, *arguments: Any, **options: Any) -> Any:
     """Import one of the user's own objects and call it. Returns its result.
 
-    `key` is the dotted key that has the name and `block` the one whose other keys are the `options`, both for errors.
-    For example, `call_object("python:mine.callbacks:Beep", "callbacks", "callbacks", every=5)` returns
+    `key` is the dotted key that has the name, and `block` the one that has the arguments `kwargs`, both for errors.
+    `arguments` and `options` are what every object in this place gets. For example,
+    `call_object("python:mine.callbacks:Beep", "callbacks", "callbacks", {"every": 5})` returns
     `mine.callbacks.Beep(every=5)`.
 
-    Raises the errors of `import_object`, and ConfigError if the object does not take these keys.
+    Raises the errors of `import_object`, and ConfigError if the object does not take these keys, or if `kwargs` has one
+    of the `options`.
     """
     own_object = import_object(name, key)
+    given_twice = [option for option in options if option in kwargs]
+    if given_twice:
+        raise ConfigError(
+            f"{block}: {', '.join(given_twice)} given, which {name} gets in any case, by other keys; remove it here"
+        )
     try:
-        return own_object(*arguments, **options)
+        return own_object(*arguments, **options, **kwargs)
     except TypeError as error:
         raise ConfigError(f"{block}: {name} does not take these keys: {error}") from error

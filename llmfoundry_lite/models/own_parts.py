@@ -81,11 +81,11 @@ def build_ffn(config: ModelConfig) -> nn.Module:
         ffn.ffn_type,
         key,
         "model.ffn_config.kwargs",
+        ffn.kwargs,
         d_model=config.d_model,
         expansion_ratio=config.expansion_ratio,
         device=None,
         bias=not config.no_bias,
-        **ffn.kwargs,
     )
     return _adopt(layer, ffn.ffn_type, key)
 
@@ -94,7 +94,7 @@ def build_attention(config: ModelConfig) -> nn.Module:
     """Build the user's own layer of attention. Raises ConfigError for one that cannot be built or trained."""
     attention = config.attn_config
     key = "model.attn_config.attn_type"
-    layer = call_object(attention.attn_type, key, "model.attn_config.kwargs", config, **attention.kwargs)
+    layer = call_object(attention.attn_type, key, "model.attn_config.kwargs", attention.kwargs, config)
     return _adopt(layer, attention.attn_type, key)
 
 
@@ -107,7 +107,7 @@ def build_norm(config: ModelConfig | AttentionConfig, width: int, *, has_bias: b
     block_key = "model" if isinstance(config, ModelConfig) else "model.attn_config"
     key = f"{block_key}.norm_type"
     norm = call_object(
-        config.norm_type, key, f"{block_key}.norm_kwargs", width, eps=config.norm_eps, device=None, **config.norm_kwargs
+        config.norm_type, key, f"{block_key}.norm_kwargs", config.norm_kwargs, width, eps=config.norm_eps, device=None
     )
     if isinstance(norm, nn.Module) and not has_bias:
         for module in norm.modules():

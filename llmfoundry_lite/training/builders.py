@@ -92,7 +92,7 @@ def build_and_restore(
     run_folder.on_status = checkpointing.record_launch
 
     # Loggers of the user's own get what Composer gives a logger, on every rank.
-    loggers = [call_object(name, "loggers", "loggers", **options) for name, options in config.loggers.extra.items()]
+    loggers = [call_object(name, "loggers", "loggers", options) for name, options in config.loggers.extra.items()]
     for name, logger in zip(config.loggers.extra, loggers, strict=True):
         if not isinstance(logger, LoggerDestination):
             raise ConfigError(f"loggers: {name} returns {type(logger).__name__}, expected a Composer LoggerDestination")
@@ -166,7 +166,7 @@ def build_callbacks(
         )
 
     for name, arguments in config.callbacks.extra.items():
-        callbacks.append(call_object(name, "callbacks", "callbacks", **arguments))
+        callbacks.append(call_object(name, "callbacks", "callbacks", arguments))
     if config.callbacks.profiler is not None:
         callbacks.append(Profiler(config.callbacks.profiler, Path(config.run_folder)))
     return callbacks
@@ -195,7 +195,7 @@ def build_own_schedule(config: SchedulerConfig) -> OwnSchedule | None:
     """
     if not is_own(config.name):
         return None
-    return call_object(config.name, "scheduler.name", "scheduler", **config.kwargs)
+    return call_object(config.name, "scheduler.name", "scheduler", config.kwargs)
 
 
 def count_elements(module: torch.nn.Module) -> int:
@@ -402,7 +402,7 @@ def build_optimizer_of(
         return build_adamw(parameters, config, fused=fused)
     if config.name in ("lion", "decoupled_lionw"):
         return build_lion(parameters, config)
-    return call_object(config.name, "optimizer.name", "optimizer", parameters, lr=config.lr, **config.kwargs)
+    return call_object(config.name, "optimizer.name", "optimizer", config.kwargs, parameters, lr=config.lr)
 
 
 # ------------------------------------------------------------------------------------------------------------- data
@@ -455,10 +455,10 @@ def build_data(
             loader.name,
             f"{key}.name",
             key,
+            loader.kwargs,
             device_batch_size=global_batch_size // layout.num_data_ranks,
             num_workers=loader.num_workers,
             drop_last=loader.drop_last,
-            **loader.kwargs,
         )
         return DataSpec(batches, get_num_tokens_in_batch=count_tokens)
 

@@ -179,7 +179,7 @@ def test_the_page_for_users_describes_a_run_that_can_be_built(tmp_path, monkeypa
     assert schedule is not None and schedule(state) == 0.5
     (name, arguments), *_ = run.loggers.extra.items()
     assert arguments == {"path": "losses.txt"}
-    assert isinstance(call_object(name, "loggers", "loggers", **arguments), LoggerDestination)
+    assert isinstance(call_object(name, "loggers", "loggers", arguments), LoggerDestination)
     assert {key for key, _ in run.own_code} == {
         "model.norm_type",
         "model.ffn_config.ffn_type",
@@ -239,6 +239,11 @@ REFUSED = {
         f"{PARTS}:ScaleNorm",
         {"size": 3},
         r"model\.norm_kwargs: python:\S+:ScaleNorm does not take these keys: .*unexpected keyword argument 'size'",
+    ),
+    "argument that it gets anyway": (
+        f"{PARTS}:ScaleNorm",
+        {"eps": 3, "device": "cpu"},
+        r"model\.norm_kwargs: eps, device given, which python:\S+:ScaleNorm gets in any case, by other keys; remove it",
     ),
     "no attribute": (f"{PARTS}:Missing", {}, "module tests.helpers.own_parts has no Missing"),
     "no such file": ("python:not_here.norms:Norm", {}, "No module named 'not_here'; is its folder on PYTHONPATH"),
