@@ -105,6 +105,7 @@ class Transformer(nn.Module):
         self.first_block = 0
         """Number of the first block in the whole model; above 0 in the later stages of a pipeline."""
         self.norm_f = build_norm(config.d_model, config, has_bias=not config.no_bias)
+        own_parts.refuse_shared_parameters(self)
 
         # A list and not a tensor, because the model may be built without memory, on the meta device.
         self.alibi_slopes: list[float] | None = None

@@ -137,6 +137,8 @@ def _adopt(part: Any, name: str, key: str, *, is_norm: bool = False) -> nn.Modul
     """
     if not isinstance(part, nn.Module):
         raise ConfigError(f"{key}: {name} returns {type(part).__name__}, expected a torch.nn.Module")
+    if hasattr(part, MARK):
+        raise ConfigError(f"{key}: {name} returns the same module twice, expected a new one for each place in the model")
     setattr(part, MARK, OwnPart(name, key, is_norm))
     for buffer_name, _ in part.named_buffers():
         raise ConfigError(
@@ -151,6 +153,27 @@ def _adopt(part: Any, name: str, key: str, *, is_norm: bool = False) -> nn.Modul
         if problem:
             raise ConfigError(f"{key}: {name}: its parameter {parameter_name} {problem}")
     return part
+
+
+def refuse_shared_parameters(model: nn.Module) -> None:
+    """Raise ConfigError if two layers in the user's own parts have one parameter.
+
+    The model is built without memory, and every layer gets memory of its own afterwards, so the two would be trained
+    apart. A layer that a part keeps under two names has its parameters once, and is no problem.
+    """
+    names_of_parameters: dict[nn.Parameter, str] = {}
+    for part in find_own_parts(model):
+        mark = mark_of(part)
+        for module_name, module in part.named_modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                parameter_name = f"{module_name}.{name}" if module_name else name
+                if parameter in names_of_parameters:
+                    raise ConfigError(
+                        f"{mark.key}: {mark.name}: its parameter {parameter_name} is also the parameter "
+                        f"{names_of_parameters[parameter]} of a layer of yours; they would be trained apart, so keep "
+                        "one layer, and call it twice"
+                    )
+                names_of_parameters[parameter] = parameter_name
 
 
 def _describe_problem(part: nn.Module, parameter_name: str, parameter: nn.Parameter) -> str:

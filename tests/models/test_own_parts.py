@@ -1,5 +1,6 @@
 """Parts of a model that are the user's own code: what builds them, draws them, and what is refused."""
 
+import functools
 import math
 import re
 import sys
@@ -261,6 +262,63 @@ def test_a_norm_that_cannot_be_trained_is_refused(case):
     with pytest.raises(ConfigError) as error:
         build(replace(SMALL, norm_type=name, norm_kwargs=arguments))
     assert re.search(message, str(error.value)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("thing", "message"),
+    [
+        ("Tied", r"parameter b\.weight is also the parameter a\.weight of a layer of yours; they would be trained apart"),
+        ("TiedToOthers", r"parameter a\.weight is also the parameter a\.weight of a layer of yours"),
+        ("one_norm", "returns the same module twice, expected a new one for each place in the model"),
+    ],
+)
+def test_parameters_that_layers_share_are_refused(thing, message):
+    one_norm.cache_clear()
+    TiedToOthers.weight = nn.Parameter(torch.empty(32, device="meta"))
+    with pytest.raises(ConfigError, match=message):
+        build(replace(SMALL, norm_type=f"{HERE}:{thing}"))
+
+
+def test_a_layer_that_a_part_keeps_under_two_names_stays_one():
+    norm = build(replace(SMALL, norm_type=f"{HERE}:Twice")).transformer.norm_f
+    assert norm.b.weight is norm.a.weight and norm.b.weight.tolist() == [1.0] * 32
+
+
+class Twice(nn.Module):
+    """A norm that keeps one layer under two names."""
+
+    def __init__(self, normalized_shape, eps, device):
+        super().__init__()
+        self.a = nn.LayerNorm(normalized_shape, device=device)
+        self.b = self.a
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class Tied(Twice):
+    """A norm with two layers that have one weight."""
+
+    def __init__(self, normalized_shape, eps, device):
+        super().__init__(normalized_shape, eps, device)
+        self.b = nn.LayerNorm(normalized_shape, device=device)
+        self.b.weight = self.a.weight
+
+
+class TiedToOthers(Twice):
+    """A norm whose weight all norms have."""
+
+    weight: nn.Parameter
+
+    def __init__(self, normalized_shape, eps, device):
+        super().__init__(normalized_shape, eps, device)
+        self.a.weight = TiedToOthers.weight
+
+
+@functools.cache
+def one_norm(normalized_shape, eps, device):
+    """Return the same norm each time."""
+    return nn.LayerNorm(normalized_shape, device=device)
 
 
 def test_an_own_part_says_first_how_linear_layers_and_norms_inside_begin():
