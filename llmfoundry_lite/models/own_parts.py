@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from llmfoundry_lite.config.fields import is_number
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
@@ -138,7 +139,7 @@ def _adopt(part: Any, name: str, key: str, *, is_norm: bool = False) -> nn.Modul
     if not isinstance(part, nn.Module):
         raise ConfigError(f"{key}: {name} returns {type(part).__name__}, expected a torch.nn.Module")
     if hasattr(part, MARK):
-        raise ConfigError(f"{key}: {name} returns the same module twice, expected a new one for each place in the model")
+        raise ConfigError(f"{key}: {name} returns the same module twice, expected a new one for each place")
     setattr(part, MARK, OwnPart(name, key, is_norm))
     for buffer_name, _ in part.named_buffers():
         raise ConfigError(
@@ -174,6 +175,24 @@ def refuse_shared_parameters(model: nn.Module) -> None:
                         "one layer, and call it twice"
                     )
                 names_of_parameters[parameter] = parameter_name
+
+
+def refuse_random_layers(model: nn.Module) -> None:
+    """Raise ConfigError for a layer in the user's own parts that draws from torch's generator. Call it for exact sums.
+
+    Nothing of a generator is saved, and each rank has its own, so that no other start could draw the same numbers.
+    Calls of functions such as `F.dropout` cannot be seen here.
+    """
+    for part in find_own_parts(model):
+        mark = mark_of(part)
+        for module_name, module in part.named_modules():
+            drops = isinstance(module, _DropoutNd) and module.p > 0
+            if drops or isinstance(module, nn.RReLU):
+                raise ConfigError(
+                    f"exact_sums: does not go with {mark.key}: {mark.name}: its layer {module_name or 'itself'} is "
+                    f"{module}, which draws other numbers on each rank and after each start; remove the layer, or use "
+                    "model.resid_pdrop"
+                )
 
 
 def _describe_problem(part: nn.Module, parameter_name: str, parameter: nn.Parameter) -> str:

@@ -21,6 +21,7 @@ from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.models.own_parts import refuse_random_layers
 from llmfoundry_lite.parallel.exact import ExactSums, round_embedding_gradient
 from llmfoundry_lite.parallel.mesh import dimensions_of, mesh_of_stage
 from llmfoundry_lite.parallel.one_device import prepare_for_one_device
@@ -50,7 +51,8 @@ def build_parallel_model(
     `compile_config`, `sequence_parallel` and `sums` are explained by `shard_model`. `model_class` builds the model from
     `config` and `attn_impl`; a stage of a pipeline has its own.
 
-    Raises ConfigError for a compiler that torch does not know.
+    Raises ConfigError for a compiler that torch does not know, and with `sums` for a part of the user's own that draws
+    random numbers.
     """
     backend = (compile_config or {}).get("backend", "inductor")
     # The default always exists. It is not looked up, because listing the backends takes a second.
@@ -61,6 +63,8 @@ def build_parallel_model(
     # On the meta device, parameters have shapes but no memory, so a model that no rank could hold can be built.
     with torch.device("meta"):
         model = model_class(config, attn_impl)
+    if sums is not None:
+        refuse_random_layers(model)
     shard_model(model, fsdp, precision, mesh, compile_config, sequence_parallel, sums)
 
     # Only now do the shards get memory: on the GPU, or on the host if FSDP2 brings them from there.

@@ -22,8 +22,10 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT, KeyValueCache
-from llmfoundry_lite.models.own_parts import find_own_parts
+from llmfoundry_lite.models.own_parts import find_own_parts, refuse_random_layers
 from llmfoundry_lite.own_code import call_object, trust_code
+from llmfoundry_lite.parallel.exact import ExactSums
+from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.training.builders import build_own_schedule, find_flops_per_token
 from tests.helpers.launch import ROOT
 from tests.helpers.tiny import tiny_config, write_config
@@ -267,9 +269,9 @@ def test_a_norm_that_cannot_be_trained_is_refused(case):
 @pytest.mark.parametrize(
     ("thing", "message"),
     [
-        ("Tied", r"parameter b\.weight is also the parameter a\.weight of a layer of yours; they would be trained apart"),
+        ("Tied", r"parameter b\.weight is also the parameter a\.weight of a layer of yours; they would"),
         ("TiedToOthers", r"parameter a\.weight is also the parameter a\.weight of a layer of yours"),
-        ("one_norm", "returns the same module twice, expected a new one for each place in the model"),
+        ("one_norm", "returns the same module twice, expected a new one for each place"),
     ],
 )
 def test_parameters_that_layers_share_are_refused(thing, message):
@@ -313,6 +315,22 @@ class TiedToOthers(Twice):
     def __init__(self, normalized_shape, eps, device):
         super().__init__(normalized_shape, eps, device)
         self.a.weight = TiedToOthers.weight
+
+
+def test_layers_that_draw_random_numbers_are_refused_for_exact_sums():
+    drops = replace(SMALL, norm_type=f"{HERE}:Drops", norm_kwargs={"p": 0.1}, resid_pdrop=0.1)
+    refuse_random_layers(build(replace(drops, norm_kwargs={"p": 0.0})))
+    anything: Any = None
+    with pytest.raises(ConfigError, match=r"^exact_sums: does not go with model\.norm_type: .* its layer drop is Drop"):
+        build_parallel_model(drops, anything, anything, anything, seed=17, sums=ExactSums())
+
+
+class Drops(Twice):
+    """A norm that drops some of its outputs."""
+
+    def __init__(self, normalized_shape, eps, device, p):
+        super().__init__(normalized_shape, eps, device)
+        self.drop = nn.Dropout(p)
 
 
 @functools.cache
