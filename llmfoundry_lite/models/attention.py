@@ -456,7 +456,8 @@ def add_implementation(name: str) -> str:
 
     Raises ConfigError if the function cannot be imported, or its code is not trusted.
     """
-    function: OwnAttention = import_object(name, "model.attn_config.attn_impl")
+    with torch.device("cpu"):  # the model may be built on the meta device, where the module's tensors have no values
+        function: OwnAttention = import_object(name, "model.attn_config.attn_impl")
     IMPLEMENTATIONS[name] = partial(_attend_own, function)
     return name
 

@@ -9,7 +9,7 @@ of which nobody says how they are drawn.
 `initial_distribution` says.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from llmfoundry_lite.config.fields import is_number
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.own_code import call_object
+from llmfoundry_lite.own_code import call_object, import_object
 
 # ---------------------------------------------------------------------------------------------------- the signatures
 
@@ -74,11 +74,26 @@ class Attention(Protocol):
 # ------------------------------------------------------------------------------------------------ building and checking
 
 
+def _call(name: str, key: str, block: str, kwargs: Mapping[str, Any], /, *arguments: Any, **options: Any) -> Any:
+    """Import one of the user's own parts and call it, with the arguments of `own_code.call_object`."""
+    with torch.device("cpu"):  # tensors that the user's module makes when it is imported need their values
+        import_object(name, key)
+    try:
+        return call_object(name, key, block, kwargs, *arguments, **options)
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" in str(error):
+            error.add_note(
+                f"{key}: {name} is built without memory first, on torch's meta device, where tensors have no values; "
+                "compute with Python's numbers in the constructor, or with tensors in forward"
+            )
+        raise
+
+
 def build_ffn(config: ModelConfig) -> nn.Module:
     """Build the user's own feed-forward layer. Raises ConfigError for one that cannot be built or trained."""
     ffn = config.ffn_config
     key = "model.ffn_config.ffn_type"
-    layer = call_object(
+    layer = _call(
         ffn.ffn_type,
         key,
         "model.ffn_config.kwargs",
@@ -95,7 +110,7 @@ def build_attention(config: ModelConfig) -> nn.Module:
     """Build the user's own layer of attention. Raises ConfigError for one that cannot be built or trained."""
     attention = config.attn_config
     key = "model.attn_config.attn_type"
-    layer = call_object(attention.attn_type, key, "model.attn_config.kwargs", attention.kwargs, config)
+    layer = _call(attention.attn_type, key, "model.attn_config.kwargs", attention.kwargs, config)
     return _adopt(layer, attention.attn_type, key)
 
 
@@ -107,7 +122,7 @@ def build_norm(config: ModelConfig | AttentionConfig, width: int, *, has_bias: b
     """
     block_key = "model" if isinstance(config, ModelConfig) else "model.attn_config"
     key = f"{block_key}.norm_type"
-    norm = call_object(
+    norm = _call(
         config.norm_type, key, f"{block_key}.norm_kwargs", config.norm_kwargs, width, eps=config.norm_eps, device=None
     )
     if isinstance(norm, nn.Module) and not has_bias:
@@ -146,6 +161,11 @@ def _adopt(part: Any, name: str, key: str, *, is_norm: bool = False) -> nn.Modul
             f"{key}: {name} has a buffer, {buffer_name}, which no checkpoint holds; keep a number, and make the tensor "
             "in forward, or make it a parameter"
         )
+    for attribute, kind in _find_unregistered(part):
+        raise ConfigError(
+            f"{key}: {name}: its attribute {attribute} has a {kind} that is not registered, so it gets no memory; "
+            "make tensors in forward, and keep parameters and layers in nn.ParameterList and nn.ModuleList"
+        )
     for parameter_name, parameter in part.named_parameters():
         is_checked_already = find_owner(part, parameter_name) != (part, parameter_name)
         if is_checked_already:
@@ -154,6 +174,30 @@ def _adopt(part: Any, name: str, key: str, *, is_norm: bool = False) -> nn.Modul
         if problem:
             raise ConfigError(f"{key}: {name}: its parameter {parameter_name} {problem}")
     return part
+
+
+def _find_unregistered(part: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield (attribute, "tensor" or "layer") for what a part keeps where torch does not look for it.
+
+    That is a tensor as a plain attribute, or in a list, a tuple or a dict, and a layer with parameters in one of these.
+    """
+    registered_modules = set(part.modules())
+    for module_name, module in part.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                continue
+            values: list[Any] = [value]
+            if isinstance(value, dict):
+                values = list(value.values())
+            elif isinstance(value, list | tuple):
+                values = list(value)
+            full_name = f"{module_name}.{attribute}" if module_name else attribute
+            for element in values:
+                if isinstance(element, Tensor):
+                    yield full_name, "tensor"
+                is_unknown_layer = isinstance(element, nn.Module) and element not in registered_modules
+                if is_unknown_layer and next(element.parameters(), None) is not None:
+                    yield full_name, "layer"
 
 
 def refuse_shared_parameters(model: nn.Module) -> None:

@@ -209,6 +209,12 @@ class Plain(nn.Module):
         for name, shape in tensors.items():
             if name == "buffer":
                 self.register_buffer(name, torch.zeros(shape))
+            elif name == "plain":
+                self.plain = torch.arange(shape[0])
+            elif name == "listed":
+                self.listed = [nn.Parameter(torch.zeros(shape))]
+            elif name == "layers":
+                self.layers = {"mix": nn.Linear(*shape)}
             elif name == "frozen":
                 self.frozen = nn.Parameter(torch.zeros(shape), requires_grad=False)
             else:
@@ -232,6 +238,9 @@ REFUSED = {
     ),
     "matrix called weight": (f"{HERE}:Plain", {"weight": [32, 32]}, "parameter weight has the shape"),
     "buffer": (f"{HERE}:Plain", {"buffer": [3]}, "has a buffer, buffer, which no checkpoint holds"),
+    "tensor": (f"{HERE}:Plain", {"plain": [3]}, "its attribute plain has a tensor that is not registered"),
+    "tensor in a list": (f"{HERE}:Plain", {"listed": [3]}, "its attribute listed has a tensor that is not registered"),
+    "layer in a dict": (f"{HERE}:Plain", {"layers": [3, 3]}, "its attribute layers has a layer that is not registered"),
     "scalar": (f"{HERE}:Plain", {"weight": []}, "parameter weight has no dimension, and FSDP divides rows"),
     "dtype": (f"{HERE}:Plain", {"short": [3]}, r"parameter short is torch.bfloat16, expected torch.float32"),
     "frozen": (f"{HERE}:Plain", {"frozen": [3]}, "parameter frozen has requires_grad=False"),
@@ -337,6 +346,31 @@ class Drops(Twice):
 def one_norm(normalized_shape, eps, device):
     """Return the same norm each time."""
     return nn.LayerNorm(normalized_shape, device=device)
+
+
+def test_a_constructor_that_reads_a_tensor_says_where_and_why():
+    with pytest.raises(RuntimeError, match="meta") as error:
+        build(replace(SMALL, norm_type=f"{HERE}:ReadsTensor"))
+    assert any("ReadsTensor is built without memory first" in note for note in error.value.__notes__)
+    assert error.traceback[-1].path.name != "own_parts.py", "the traceback leads to the user's line"
+
+
+class ReadsTensor(nn.LayerNorm):
+    """A norm that computes a number by tensors."""
+
+    def __init__(self, normalized_shape, eps, device):
+        super().__init__(normalized_shape, eps)
+        self.scale = torch.ones(3).sum().item()
+
+
+@pytest.mark.parametrize("key", ["norm_type", "attn_impl"])
+def test_tensors_of_the_users_module_have_values(tmp_path, monkeypatch, key):
+    (tmp_path / "mine.py").write_text("import torch\nfrom torch.nn import LayerNorm\nTABLE = torch.arange(4)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "python:mine:LayerNorm"
+    configs = {"norm_type": {"norm_type": name}, "attn_impl": {"attn_config": AttentionConfig(attn_impl=name)}}
+    build(replace(SMALL, **configs[key]))
+    assert sys.modules.pop("mine").TABLE.tolist() == [0, 1, 2, 3]
 
 
 def test_an_own_part_says_first_how_linear_layers_and_norms_inside_begin():
