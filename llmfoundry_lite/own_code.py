@@ -6,7 +6,8 @@ been told to trust by `trust_code`. A place that builds something from a record 
 """
 
 import importlib
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
@@ -37,7 +38,8 @@ def import_object(name: str, key: str) -> Any:
     """Import one of the user's own objects, which the key `key` of a configuration names.
 
     `name` has the form `python:package.module:Thing`. Raises ConfigError if nobody has trusted it, if the name has
-    another form, or if the module or its attribute is missing.
+    another form, if the module or its attribute is missing, or if it cannot be called. Other errors are those of the
+    user's own module, and keep their traceback.
     """
     module_name, _, attribute = name.removeprefix(PREFIX).partition(":")
     if not attribute:
@@ -47,11 +49,18 @@ def import_object(name: str, key: str) -> Any:
 
     allow_working_directory_for(module_name)
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        is_missing_itself = f"{module_name}.".startswith(f"{error.name}.")
+        if not is_missing_itself:
+            raise ConfigError(f"{key}: {name}: its module imports another, and fails: {error}") from error
         raise ConfigError(f"{key}: {name}: {error}; is its folder on PYTHONPATH?") from None
-    except AttributeError:
-        raise ConfigError(f"{key}: {name}: module {module_name} has no {attribute}") from None
+    if not hasattr(module, attribute):
+        raise ConfigError(f"{key}: {name}: module {module_name} has no {attribute}")
+    own_object = getattr(module, attribute)
+    if not callable(own_object):
+        raise ConfigError(f"{key}: {name} is a {type(own_object).__name__}, expected a class or a function")
+    return own_object
 
 
 def call_object(name: str, key: str, block: str, kwargs: Mapping[str, Any], /, *arguments: Any, **options: Any) -> Any:
@@ -63,7 +72,7 @@ def call_object(name: str, key: str, block: str, kwargs: Mapping[str, Any], /, *
     `mine.callbacks.Beep(every=5)`.
 
     Raises the errors of `import_object`, and ConfigError if the object does not take these keys, or if `kwargs` has one
-    of the `options`.
+    of the `options`. Errors that the object itself raises keep their traceback.
     """
     own_object = import_object(name, key)
     given_twice = [option for option in options if option in kwargs]
@@ -71,7 +80,22 @@ def call_object(name: str, key: str, block: str, kwargs: Mapping[str, Any], /, *
         raise ConfigError(
             f"{block}: {', '.join(given_twice)} given, which {name} gets in any case, by other keys; remove it here"
         )
+    _check_arguments(own_object, name, block, arguments, {**options, **kwargs})
+    return own_object(*arguments, **options, **kwargs)
+
+
+def _check_arguments(
+    own_object: Any, name: str, block: str, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError unless an object takes these arguments, by its signature.
+
+    Nothing is called, so that an error of the user's own code keeps its traceback.
+    """
     try:
-        return own_object(*arguments, **options, **kwargs)
+        signature = inspect.signature(own_object)
+    except ValueError:  # some objects that are written in C have none
+        return
+    try:
+        signature.bind(*arguments, **options)
     except TypeError as error:
-        raise ConfigError(f"{block}: {name} does not take these keys: {error}") from error
+        raise ConfigError(f"{block}: {name} does not take these keys: {error}") from None

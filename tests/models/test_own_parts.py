@@ -245,7 +245,7 @@ REFUSED = {
     "dtype": (f"{HERE}:Plain", {"short": [3]}, r"parameter short is torch.bfloat16, expected torch.float32"),
     "frozen": (f"{HERE}:Plain", {"frozen": [3]}, "parameter frozen has requires_grad=False"),
     "wrong answer": (f"{HERE}:Answers", {"gate": [3]}, r"initial_distribution\('gate'\) returns \('gaussian', 1\)"),
-    "no module": ("python:builtins:dict", {}, r"python:builtins:dict does not take these keys"),
+    "nothing to call": ("python:math:pi", {}, r"model\.norm_type: python:math:pi is a float, expected a class or"),
     "a function": (f"{HERE}:no_module", {}, "returns int, expected a torch.nn.Module"),
     "unknown argument": (
         f"{PARTS}:ScaleNorm",
