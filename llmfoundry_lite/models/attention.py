@@ -126,6 +126,8 @@ class Mask:
     """flash: where the documents of the queries begin."""
     key_documents: "DocumentBounds | None" = None
     """flash: where the documents of the keys begin."""
+    is_training: bool = False
+    """own: whether the model is training, for functions that do something else then."""
 
     def to(self, dtype: torch.dtype) -> "Mask":
         """Cast the bias to the dtype that scores are computed in. The bias of `reference` stays fp32."""
@@ -484,7 +486,7 @@ def _attend_own(
         key_padding_mask=None,
         is_causal=mask.bias_bhts is None,
         dropout_p=dropout_p,
-        training=dropout_p > 0,
+        training=mask.is_training,
         needs_weights=False,
     )
     out_btd = found[0] if isinstance(found, tuple) else found

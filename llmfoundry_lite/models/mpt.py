@@ -20,6 +20,7 @@ k head dimension, v vocabulary, l layers.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -161,6 +162,8 @@ class Transformer(nn.Module):
             attention_mask_bts,
             documents_bt,
         ).to(x_btd.dtype)
+        if is_own(self.attn_impl):
+            mask = replace(mask, is_training=self.training)
         rotation = None
         if config.attn_config.rope:
             rotation = build_rotation(config.attn_config, config.head_dim, config.max_seq_len, positions_bt)

@@ -100,13 +100,44 @@ def test_attention_of_ones_own_decodes_as_it_computes_whole_rows():
     check_decoding(model)
 
 
+@pytest.mark.parametrize("options", [{}, {"alibi": True}, {"sliding_window_size": 3}], ids=str)
+def test_a_function_gets_what_attention_needs(options):
+    own = build(replace(SMALL, attn_config=AttentionConfig(attn_impl=f"{HERE}:plain_attention", **options)))
+    ours = build(replace(SMALL, attn_config=AttentionConfig(**options)))
+    assert torch.allclose(own(TOKENS_BT), ours(TOKENS_BT), atol=1e-5)
+
+
+def plain_attention(query, key, value, *, n_heads, kv_n_heads, softmax_scale, attn_bias, is_causal, **_):
+    """Compute attention as ours does."""
+    q, k, v = (
+        x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+        for x, num_heads in ((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
+    )
+    out = nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_bias, is_causal=is_causal, scale=softmax_scale
+    )
+    return out.transpose(1, 2).flatten(-2)
+
+
+def test_a_function_is_told_whether_the_model_is_training(monkeypatch):
+    told = []
+
+    def attend(query, *_, training, dropout_p, **__):
+        told.append((training, dropout_p))
+        return query
+
+    monkeypatch.setattr(sys.modules[__name__], "plain_attention", attend)
+    for dropout_p in (0.0, 0.5):
+        attention = AttentionConfig(attn_impl=f"{HERE}:plain_attention", attn_pdrop=dropout_p)
+        model = build(replace(SMALL, n_layers=1, attn_config=attention))
+        model.train()(TOKENS_BT)
+        model.eval()(TOKENS_BT)
+    assert told == [(True, 0.0), (False, 0.0), (True, 0.5), (False, 0.0)]
+
+
 def test_a_function_computes_attention_wherever_the_model_is_built():
-    config = replace(SMALL, attn_config=AttentionConfig(attn_impl=f"{PARTS}:softcap_attention", alibi=True))
-    model = build(config)
+    model = build(replace(SMALL, attn_config=AttentionConfig(attn_impl=f"{PARTS}:softcap_attention", alibi=True)))
     assert model.transformer.attn_impl == f"{PARTS}:softcap_attention"
-    ours = build(replace(config, attn_config=AttentionConfig(alibi=True)))
-    assert torch.allclose(model(TOKENS_BT), ours(TOKENS_BT), atol=0.2)
-    assert not torch.equal(model(TOKENS_BT), ours(TOKENS_BT))
     check_decoding(model)
 
     # A row that is a tree of prefixes: the second half continues the beginning.
