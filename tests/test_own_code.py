@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -71,4 +72,4 @@ def test_a_wrong_name_or_key_is_one_line(thing, kwargs, message):
 def test_an_error_in_the_code_itself_keeps_its_traceback(thing, error_class, line):
     with pytest.raises(error_class) as error:
         call(thing, **({"every": None} if thing == "mine:Thing" else {}))
-    assert error.traceback[-1].lineno + 1 == line and error.traceback[-1].path.stem == thing.partition(":")[0]
+    assert error.traceback[-1].lineno + 1 == line and Path(error.traceback[-1].path).stem == thing.partition(":")[0]

@@ -91,10 +91,11 @@ def count_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     num_multiplied = count_parameters(model)
     if not model.tie_word_embeddings:
         num_multiplied -= model.vocab_size * model.d_model
-    if is_own(model.attn_config.attn_type):
+    attention = model.attn_config
+    if is_own(attention.attn_type) or is_own(attention.attn_impl):
         return 6 * num_multiplied
     num_keys = seq_len
-    window = model.attn_config.sliding_window_size
+    window = attention.sliding_window_size
     if window >= 0:
         num_keys = min(seq_len, window + 1)
     return 6 * num_multiplied + 12 * model.n_layers * model.q_dim * num_keys

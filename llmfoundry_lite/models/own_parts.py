@@ -195,9 +195,10 @@ def _find_unregistered(part: nn.Module) -> Iterator[tuple[str, str]]:
             for element in values:
                 if isinstance(element, Tensor):
                     yield full_name, "tensor"
-                is_unknown_layer = isinstance(element, nn.Module) and element not in registered_modules
-                if is_unknown_layer and next(element.parameters(), None) is not None:
-                    yield full_name, "layer"
+                if isinstance(element, nn.Module) and element not in registered_modules:
+                    has_parameters = next(element.parameters(), None) is not None
+                    if has_parameters:
+                        yield full_name, "layer"
 
 
 def refuse_shared_parameters(model: nn.Module) -> None:

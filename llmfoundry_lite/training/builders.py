@@ -28,7 +28,7 @@ from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.models.mpt import Block
 from llmfoundry_lite.models.own_parts import find_own_parts, mark_of
-from llmfoundry_lite.own_code import call_object, is_own, trust_code
+from llmfoundry_lite.own_code import call_object, import_object, is_own, trust_code
 from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding_gradient
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh, build_stage_group
@@ -216,6 +216,15 @@ def find_flops_per_token(config: TrainConfig, model: torch.nn.Module) -> int | N
         if flops is None:
             return None
         total += int(flops)
+
+    # Our layer of attention may call a function of the user's own. A layer of the user's own has counted what it calls.
+    attention = config.model.attn_config
+    if is_own(attention.attn_impl) and not is_own(attention.attn_type):
+        function = import_object(attention.attn_impl, "model.attn_config.attn_impl")
+        flops = getattr(function, "flops_per_token", None)
+        if flops is None:
+            return None
+        total += int(flops) * config.model.n_layers
     return total
 
 
