@@ -1,4 +1,4 @@
-"""Names and shapes of an MPT's parameters, without building more than one block of it."""
+"""Names and shapes of an MPT's parameters, without building more than one block of ours."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,8 +16,13 @@ FIRST_BLOCK = f"{BLOCKS}0."
 def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Return name -> shape of every parameter, in the order of `MPT.state_dict()`.
 
-    A model of one block is built without memory for its weights, and the shapes of that block are repeated.
+    A model of one block is built without memory for its weights, and the shapes of that block are repeated. With parts
+    of the user's own all blocks are built, because the shape of a part may depend on the number of blocks.
     """
+    if config.own_parts:
+        with torch.device("meta"):
+            return {name: tensor.shape for name, tensor in MPT(config).state_dict().items()}
+
     with torch.device("meta"):
         state_of_one_block = MPT(replace(config, n_layers=1)).state_dict()
     block_shapes = {

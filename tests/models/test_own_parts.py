@@ -22,8 +22,9 @@ from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig, Init
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.models.initialise import initialise_weights
-from llmfoundry_lite.models.mpt import MPT, KeyValueCache
+from llmfoundry_lite.models.mpt import MPT, Attention, KeyValueCache
 from llmfoundry_lite.models.own_parts import find_own_parts, refuse_random_layers
+from llmfoundry_lite.models.parameters import parameter_shapes
 from llmfoundry_lite.own_code import call_object, trust_code
 from llmfoundry_lite.parallel.exact import ExactSums
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
@@ -383,6 +384,24 @@ class Drops(Twice):
 def one_norm(normalized_shape, eps, device):
     """Return the same norm each time."""
     return nn.LayerNorm(normalized_shape, device=device)
+
+
+def test_shapes_may_depend_on_the_number_of_blocks():
+    model = build(replace(SMALL, attn_config=AttentionConfig(attn_type=f"{HERE}:OneForEachBlock")))
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    assert shapes["transformer.blocks.1.attn.steps"] == (2,)
+    assert [*parameter_shapes(model.config).items()] == [*shapes.items()]
+
+
+class OneForEachBlock(Attention):
+    """Attention with as many numbers as the model has blocks."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.steps = nn.Parameter(torch.zeros(config.n_layers))
+
+    def initial_distribution(self, name):
+        return ("constant", 1.0) if name == "steps" else None
 
 
 def test_a_constructor_that_reads_a_tensor_says_where_and_why():
