@@ -291,9 +291,12 @@ def initial_values(part: nn.Module, parameter_name: str) -> InitialValues | None
             if answer is not None:
                 return _check_answer(answer, part, parameter_name)
 
+    num_dimensions = module.get_parameter(name).ndim
     if isinstance(module, LAYERS):
-        return BY_SCHEME
-    is_vector = module.get_parameter(name).ndim == 1
+        # A subclass may have more parameters than torch's layers, or others.
+        is_of_torch = (name, num_dimensions) in (("weight", 2), ("bias", 1))
+        return BY_SCHEME if is_of_torch else None
+    is_vector = num_dimensions == 1
     is_in_norm = isinstance(module, NORM_LAYERS) or mark_of(part).is_norm
     if is_in_norm and is_vector and name in ("weight", "bias"):
         return ("constant", 1.0 if name == "weight" else 0.0)

@@ -404,6 +404,26 @@ class OneForEachBlock(Attention):
         return ("constant", 1.0) if name == "steps" else None
 
 
+@pytest.mark.parametrize("shape", [[32], [32, 32]], ids=["vector", "matrix"])
+@pytest.mark.parametrize("name", ["scale", "weight"])
+def test_the_scheme_draws_the_weights_of_linear_layers_alone(shape, name):
+    config = replace(SMALL, norm_type=f"{HERE}:Scaled", norm_kwargs={"name": name, "shape": shape})
+    if name == "weight" and len(shape) == 2:
+        build(config)
+        return
+    with pytest.raises(ConfigError, match=rf"parameter mix\.{name} has the shape .* and nobody says how it is drawn"):
+        build(config)
+
+
+class Scaled(nn.Module):
+    """A norm with a linear layer that has one parameter more, or another one."""
+
+    def __init__(self, normalized_shape, eps, device, name, shape):
+        super().__init__()
+        self.mix = nn.Linear(normalized_shape, normalized_shape, device=device)
+        self.mix.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+
 def test_a_constructor_that_reads_a_tensor_says_where_and_why():
     with pytest.raises(RuntimeError, match="meta") as error:
         build(replace(SMALL, norm_type=f"{HERE}:ReadsTensor"))
