@@ -9,6 +9,7 @@ of which nobody says how they are drawn.
 `initial_distribution` says.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -342,9 +343,16 @@ def _check_answer(answer: Any, part: nn.Module, parameter_name: str) -> InitialV
     kind = parts[0] if parts else None
     numbers = parts[1:]
     is_known = isinstance(kind, str) and NUM_NUMBERS.get(kind) == len(numbers)
-    if not is_known or not all(is_number(number) for number in numbers):
+    if not is_known or not all(is_number(number) and math.isfinite(number) for number in numbers):
         raise ConfigError(
             f"{mark.key}: {mark.name}: initial_distribution({parameter_name!r}) returns {answer!r}, expected "
-            "('normal', std), ('uniform', low, high), ('constant', value) or None"
+            "('normal', std), ('uniform', low, high), ('constant', value) or None, with finite numbers"
+        )
+    is_negative = kind == "normal" and numbers[0] < 0
+    is_reversed = kind == "uniform" and numbers[0] > numbers[1]
+    if is_negative or is_reversed:
+        raise ConfigError(
+            f"{mark.key}: {mark.name}: initial_distribution({parameter_name!r}) returns {answer!r}, expected a std of "
+            "0 or more, and a low that is not above high"
         )
     return (kind, *numbers)

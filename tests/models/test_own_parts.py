@@ -261,10 +261,28 @@ class Plain(nn.Module):
 
 
 class Answers(Plain):
-    """A norm with a wrong `initial_distribution`."""
+    """A norm with an `initial_distribution` that a test chooses."""
+
+    def __init__(self, normalized_shape, eps, device, answer=("gaussian", 1), **tensors):
+        super().__init__(normalized_shape, eps, device, **tensors)
+        self.answer = answer
 
     def initial_distribution(self, name):
-        return ("gaussian", 1)
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (["normal", math.nan], "with finite numbers"),
+        (["constant", math.inf], "with finite numbers"),
+        (["normal", -0.1], "expected a std of 0 or more"),
+        (["uniform", 1, 0], "a low that is not above high"),
+    ],
+)
+def test_first_values_that_are_no_distribution_are_refused(answer, message):
+    with pytest.raises(ConfigError, match=message):
+        build(replace(SMALL, norm_type=f"{HERE}:Answers", norm_kwargs={"gate": [3], "answer": answer}))
 
 
 REFUSED = {
