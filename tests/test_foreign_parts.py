@@ -12,9 +12,12 @@ import torch
 import llmfoundry_lite as lf
 from llmfoundry_lite import own_code
 from llmfoundry_lite.cli.main import run as run_command
+from llmfoundry_lite.companions import is_installed
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError, UserError
+from llmfoundry_lite.evaluation.models import locate_and_load_model
 from llmfoundry_lite.launch.replay import plan_replay
+from llmfoundry_lite.launch_eval import launch
 from llmfoundry_lite.report.batch import compute_losses
 from tests.helpers.present import present
 from tests.helpers.recorded import write_run
@@ -41,6 +44,7 @@ def folder(tmp_path_factory):
         tokenizer__name=str(folder / "tokenizer"),
         exact_sums=True,
         device_train_microbatch_size=1,
+        run_folder=str(folder / "run"),
     )
     write_run(folder / "plain", config, (3, 6))
     config["model"]["norm_type"] = NAME
@@ -77,41 +81,61 @@ def evaluate(folder, **changes):
 
 
 COMMANDS = {
-    "report": ("report", "RUN", "--out", "OUT"),
-    "watch": ("watch", "RUN"),
-    "generate": ("generate", "RUN", "--prompt", "the cat", "--max-new-tokens", "3"),
-    "generate a checkpoint": ("generate", "RUN/checkpoints/ba3", "--prompt", "the cat"),
-    "ls": ("checkpoint", "ls", "RUN"),
-    "inspect": ("checkpoint", "inspect", "RUN", "--tensors"),
-    "verify": ("checkpoint", "verify", "RUN"),
-    "diff": ("checkpoint", "diff", "RUN/checkpoints/ba3", "RUN/checkpoints/ba6"),
-    "average": ("checkpoint", "average", "RUN/checkpoints/ba3", "RUN/checkpoints/ba6", "--out", "OUT"),
-    "export": ("checkpoint", "export", "RUN", "OUT"),
-    "consolidate": ("checkpoint", "consolidate", "RUN", "OUT.safetensors", "--everything"),
-    "prune": ("checkpoint", "prune", "RUN", "--keep", "1", "--dry-run"),
-    "replay": ("replay", "RUN", "ba3..ba6"),
-    "plan": ("plan", "--check", "RUN"),
-    "bench": ("bench", "scaling", "--runs", "RUN"),
+    "report": (("report", "RUN", "--out", "OUT"), "state/digest .* of ba6"),
+    "watch": (("watch", "RUN"), "done at batch 6"),
+    "ls": (("checkpoint", "ls", "RUN"), r"ba6 .*\nba3 "),
+    "inspect": (("checkpoint", "inspect", "RUN", "--tensors"), r"transformer\.norm_f\.weight +F32 +\[32\]"),
+    "verify": (("checkpoint", "verify", "RUN"), "ba6: intact, 14 tensors"),
+    "diff": (
+        ("checkpoint", "diff", "RUN/checkpoints/ba3", "RUN/checkpoints/ba6"),
+        "0 of 14 tensors and 0 numbers differ",
+    ),
+    "average": (("checkpoint", "average", "RUN", "--last", "2", "--out", "OUT"), "averaged 2 checkpoints as OUT/ba6"),
+    "consolidate": (("checkpoint", "consolidate", "RUN", "OUT.safetensors", "--everything"), "wrote OUT.safetensors"),
+    "prune": (("checkpoint", "prune", "RUN", "--keep", "1", "--dry-run"), "would remove ba3; kept ba6"),
+    "plan": (("plan", "--check", "RUN"), "the checkpoint does not name the device, no prediction"),
 }
-REFUSED = ("generate", "generate a checkpoint", "export", "replay")
+"""Name -> (a command that builds no model, what it prints when it has done its work)."""
+REFUSED = {
+    "generate": (("generate", "RUN", "--prompt", "the cat", "--max-new-tokens", "3"), REFUSAL),
+    "generate a checkpoint": (("generate", "RUN/checkpoints/ba3", "--prompt", "the cat"), REFUSAL),
+    "export": (("checkpoint", "export", "RUN", "OUT"), REFUSAL),
+    "replay": (("replay", "RUN", "ba3..ba6"), REFUSAL),
+    # It has read the configuration, and its table needs what this run's log does not have.
+    "bench": (("bench", "scaling", "--runs", "RUN"), "nobody knows how many devices in its batches"),
+}
+"""Name -> (a command, the line with which it ends)."""
 
 
-@pytest.mark.parametrize("words", present(COMMANDS))
+@pytest.mark.parametrize("words", present({**COMMANDS, **REFUSED}))
 def test_a_command_runs_no_code_of_a_checkpoint(folder, marker, tmp_path, capfd, words):
+    if words == "average" and not is_installed("llmfoundry_studies"):
+        pytest.skip("needs the companion llmfoundry_studies")
     paths = {"RUN": str(folder / "run"), "OUT": str(tmp_path / "out")}
-    code = run_command([re.sub("RUN|OUT", lambda match: paths[match[0]], word) for word in COMMANDS[words]])
-    error = capfd.readouterr().err.strip()
+    command, expected = {**COMMANDS, **REFUSED}[words]
+    code = run_command([re.sub("RUN|OUT", lambda match: paths[match[0]], word) for word in command])
+    captured = capfd.readouterr()
+    error = captured.err.strip()
     assert not marker.exists() and "evil_part" not in sys.modules
     if words in REFUSED:
-        assert code == 2 and re.search(REFUSAL, error) and "\n" not in error, error
+        assert code == 2 and re.search(expected, error) and "\n" not in error, error
     else:
-        assert "not trusted" not in error, "a command that builds no model does not try to"
+        assert (code, error) == (0, "")
+        assert re.search(expected.replace("OUT", paths["OUT"]), captured.out), captured.out
 
 
+FOLLOW = "evaluate, later checkpoints too"
 LIBRARY = {
     "load": lambda folder: lf.load(folder / "run"),
     "evaluate": evaluate,
     "evaluate, every checkpoint": lambda folder: evaluate(folder, all_checkpoints=True),
+    FOLLOW: lambda folder: evaluate(folder, follow=True),
+    "show prompts": lambda folder: launch(
+        [f"models.x={folder / 'run'}", f"icl_tasks=[{folder / 'task.yaml'}]", f"data_root={folder}", "--show", "1"]
+    ),
+    "a model for lm_eval": lambda folder: locate_and_load_model(
+        str(folder / "run"), tokenizer=None, precision="fp32", device=torch.device("cpu")
+    ),
     "losses of a batch": lambda folder: compute_losses(
         cast(Any, SimpleNamespace(run="run", checkpoint=None)), str(folder / "run"), torch.device("cpu")
     ),
@@ -121,6 +145,8 @@ LIBRARY = {
 
 @pytest.mark.parametrize("call", LIBRARY)
 def test_the_library_runs_no_code_of_a_checkpoint(folder, marker, call):
+    if call == FOLLOW and not is_installed("llmfoundry_studies"):
+        pytest.skip("needs the companion llmfoundry_studies")
     with pytest.raises(DataError, match=REFUSAL):
         LIBRARY[call](folder)
     assert not marker.exists() and "evil_part" not in sys.modules
