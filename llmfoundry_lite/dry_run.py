@@ -287,7 +287,7 @@ def _describe_optimizer(config: TrainConfig) -> str:
 
     facts.append(config.scheduler.name)
     if is_own(config.scheduler.name):
-        schedule_arguments = as_dict(config)["scheduler"]["kwargs"]
+        schedule_arguments = as_dict(config)["scheduler"].get("kwargs", {})
         facts += [f"{key} {value}" for key, value in schedule_arguments.items()]
     if config.scheduler.t_warmup.value:
         facts.append(f"warm-up {config.scheduler.t_warmup.written}")

@@ -15,7 +15,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
@@ -334,6 +334,25 @@ def as_yaml(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(as_yaml(item) for item in value)
     return value
+
+
+def without_empty(values: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return nested dictionaries without those of the dotted keys that hold an empty dictionary.
+
+    >>> without_empty({"norm_type": "rmsnorm", "norm_kwargs": {}}, ["norm_kwargs", "ffn_config.kwargs"])
+    {'norm_type': 'rmsnorm'}
+    """
+    kept = dict(values)
+    for key in keys:
+        name, _, inner_key = key.partition(".")
+        value = kept.get(name)
+        if not isinstance(value, dict):
+            continue
+        if inner_key:
+            kept[name] = without_empty(value, [inner_key])
+        elif not value:
+            del kept[name]
+    return kept
 
 
 def join_key(path: str, name: object) -> str:

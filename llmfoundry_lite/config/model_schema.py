@@ -14,10 +14,12 @@ from llmfoundry_lite.config.fields import (
     POSITIVE,
     PROBABILITY,
     Use,
+    as_yaml,
     is_number,
     only_with,
     setting,
     validator,
+    without_empty,
 )
 from llmfoundry_lite.errors import join_with_or
 from llmfoundry_lite.own_code import is_own
@@ -27,6 +29,8 @@ MIN_FLEX_HEAD_DIM = 16
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Keys of rope_hf_config that only the type llama3 reads."""
 NORMS = "low_precision_layernorm layernorm low_precision_rmsnorm rmsnorm python:"
+ARGUMENTS_OF_OWN_PARTS = ("norm_kwargs", "attn_config.kwargs", "attn_config.norm_kwargs", "ffn_config.kwargs")
+"""Keys of the block `model` that a record has only if a part of the user's own is given arguments."""
 MAX_TRIED_DIVISOR = 2**20
 """Largest number that `divisors` tries, because a YAML may have any number and a longer search would take seconds."""
 
@@ -502,3 +506,12 @@ class ModelConfig:
         if is_own(self.ffn_config.ffn_type):
             return 0
         return self.ffn_config.ffn_hidden_size or int(self.d_model * self.expansion_ratio)
+
+
+def as_record(config: ModelConfig) -> dict[str, Any]:
+    """Return a model's configuration as a manifest records it.
+
+    A model without parts of the user's own is recorded as releases did that had no such parts, so that they can read
+    it.
+    """
+    return without_empty(as_yaml(config), ARGUMENTS_OF_OWN_PARTS)

@@ -27,8 +27,9 @@ from llmfoundry_lite.config.fields import (
     parsed,
     setting,
     validator,
+    without_empty,
 )
-from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.model_schema import ARGUMENTS_OF_OWN_PARTS, ModelConfig
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, SchedulerConfig, without_our_keys
 from llmfoundry_lite.config.scalars import FromEnvironment, map_texts
 from llmfoundry_lite.config.sharding_schema import (
@@ -546,4 +547,7 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
     values["optimizer"]["weight_decay"] = config.optimizer.decay
     values["optimizer"] = without_our_keys(values["optimizer"])
     values["scheduler"] = without_our_keys(values["scheduler"])
-    return values
+
+    # A run without parts of the user's own is recorded as earlier releases did, so that they can read it.
+    arguments = [f"model.{key}" for key in ARGUMENTS_OF_OWN_PARTS]
+    return without_empty(values, [*arguments, "scheduler.kwargs", "loggers.extra"])

@@ -14,7 +14,6 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from llmfoundry_lite.checkpoint.paths import TOKENIZER, check_outside_checkpoint
 from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.state import Tensors
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, is_checkpoint, open_checkpoint
-from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig, as_record
 from llmfoundry_lite.convert.files import VOCABULARY_FILES, read_json, write_json
 from llmfoundry_lite.convert.huggingface import import_model
 from llmfoundry_lite.data.tokenizer import load_tokenizer
@@ -116,7 +115,7 @@ def publish_weights(weights: Weights, source: str, store: CheckpointStore, out: 
     origin = source if source.startswith(HUB) else str(Path(source).resolve())
     metadata = SaveMetadata(
         timestamp=Timestamp(batch=0),
-        config={"model": asdict(weights.config)},
+        config={"model": as_record(weights.config)},
         scalars={"imported_from": {"kind": weights.kind, "source": origin}},
     )
     dtypes = {tensor.dtype for tensor in weights.tensors.values()}

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from llmfoundry_lite.config.fields import schema_keys
+from llmfoundry_lite.config.layers import leaf_keys
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.model_schema import ModelConfig, as_record
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.convert.huggingface import describe_export_problem
 from llmfoundry_lite.errors import ConfigError
@@ -41,6 +43,19 @@ def test_keys_that_are_not_ours_are_arguments(tmp_path):
     recorded.write_text(json.dumps(as_dict(config)))
     again = load_train_config([str(recorded)]).config
     assert again.model == config.model and again.scheduler == config.scheduler and again.loggers == config.loggers
+
+
+def test_a_run_without_own_parts_is_recorded_as_earlier_releases_did(tmp_path):
+    """They refuse keys that they do not know, and compare configurations that launches and reports record."""
+    record = as_dict(load(tmp_path))
+    keys_of_model = {*schema_keys(ModelConfig)} - {*leaf_keys(record["model"])}
+    assert keys_of_model == {"norm_kwargs", "attn_config.kwargs", "attn_config.norm_kwargs", "ffn_config.kwargs"}
+    assert "kwargs" not in record["scheduler"] and record["loggers"] == {"wandb": None, "tensorboard": None}
+    assert record["optimizer"]["kwargs"] == {} and record["callbacks"]["extra"] == {}  # as they did
+    assert as_record(ModelConfig()).keys() == record["model"].keys()
+
+    own = load(tmp_path, OWN_NORM, "model.norm_kwargs={tilt: 1}", "scheduler={name: 'python:mine:S'}").model
+    assert as_record(own)["norm_kwargs"] == {"tilt": 1} and "kwargs" not in as_record(own)["ffn_config"]
 
 
 @pytest.mark.parametrize("kwargs", ["3", "[1]", "text"])
