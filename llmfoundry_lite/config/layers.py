@@ -31,7 +31,7 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.shipped import find_yaml, near_name, shipped_folder
 from llmfoundry_lite.config.yaml_text import read_yaml
 from llmfoundry_lite.errors import ConfigError, find_nearest
-from llmfoundry_lite.own_code import PREFIX
+from llmfoundry_lite.own_code import PREFIX, is_own
 
 
 class ConfigLayer(NamedTuple):
@@ -277,15 +277,53 @@ def _refuse_trusted_keys(layer: ConfigLayer) -> None:
         names_compiler = block == "compile_config" and name not in ("", *PLAIN_COMPILE_KEYS)
         starts_programs = block == "environment" or names_compiler
         names_places = block == "islands" or ".dataset." in key
-        settings = settings_along(TrainConfig, key)
-        choices = settings[-1].choices if settings else ()
-        # A value that is none of ours is an import path, or becomes one when its references are resolved.
-        names_code = PREFIX in choices and find_value(layer.values, key)[1] not in choices
+        names_code = _may_name_code(layer, key)
         if starts_programs or names_code or names_places:
             raise ConfigError(
                 f"{AUTO}: {path} sets {key}, which {AUTO} does not take from the working directory, because nobody has "
                 f"named that file; if you trust it, give hardware=yamls/hardware/{path.name}"
             )
+
+
+def _may_name_code(layer: ConfigLayer, key: str) -> bool:
+    """Return whether the value that a layer gives a dotted key may be the import path of code (`python:`).
+
+    A value that is none of ours is an import path, or may become one when its references are resolved.
+    """
+    settings = settings_along(TrainConfig, key)
+    choices = settings[-1].choices if settings else ()
+    is_set, value = find_value(layer.values, key)
+    return is_set and PREFIX in choices and value not in (*choices, UNFILLED, None)
+
+
+def refuse_code_of_overlays(layers: Sequence[ConfigLayer], values: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a hardware overlay names code of the user's own for the model, or replaces such code.
+
+    The key `attn_impl` is free for overlays because our implementations of attention compute the same. Nobody knows
+    that of the user's own. `values` are those of the merged layers.
+    """
+    for overlay in layers:
+        keys = leaf_keys(overlay.values) if overlay.is_overlay else []
+        for key in keys:
+            layers_with_key = [layer for layer in layers if find_value(layer.values, key)[0]]
+            is_overridden = layers_with_key[-1] is not overlay
+            if is_overridden:
+                continue
+
+            _, value = find_value(values, key)
+            if is_own(value):
+                raise ConfigError(
+                    f"{overlay.source}: {key}: {value} given, but code of your own belongs to the model, and a "
+                    "hardware overlay may not change what is trained; set it in the run's YAML"
+                )
+            layers_of_run = [layer for layer in layers_with_key if not layer.is_overlay]
+            if layers_of_run and _may_name_code(layers_of_run[-1], key):
+                _, replaced = find_value(layers_of_run[-1].values, key)
+                raise ConfigError(
+                    f"{overlay.source}: {key}: {value} given, but {replaced} of {layers_of_run[-1].source} belongs to "
+                    f"the model, and a hardware overlay may not change what is trained; remove {key} from the overlay, "
+                    "or give the one that you want on the command line"
+                )
 
 
 def _check_overlay(layer: ConfigLayer, *, is_first: bool) -> ConfigLayer:

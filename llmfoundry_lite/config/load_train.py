@@ -21,7 +21,15 @@ from llmfoundry_lite.config.callbacks_schema import AlertsConfig
 from llmfoundry_lite.config.check import check_together, find_surprises
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.fields import RUN_NAME, keys_of
-from llmfoundry_lite.config.layers import ConfigLayer, find_value, merge_layers, naming_source, read_layers, source_of
+from llmfoundry_lite.config.layers import (
+    ConfigLayer,
+    find_value,
+    merge_layers,
+    naming_source,
+    read_layers,
+    refuse_code_of_overlays,
+    source_of,
+)
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, join_with_or
@@ -95,6 +103,8 @@ def load_train_config(
     dry_run = _read_options(arguments)
     layers, values = merged or merge_files(arguments, given)
     notes = [layer.note for layer in layers if layer.note]
+
+    refuse_code_of_overlays(layers, values)
 
     # Arguments of the user's own parts of the model may have the names of keys that are dropped or refused next.
     _collect_part_arguments(values)

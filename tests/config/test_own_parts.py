@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from llmfoundry_lite.config.fields import schema_keys
 from llmfoundry_lite.config.layers import leaf_keys
@@ -97,3 +98,34 @@ def test_estimates_name_the_parts_that_they_do_not_know(tmp_path):
     )
     assert describe_unknown_parts(load(tmp_path).model) == ""
     assert hash(config.model) == hash(load(tmp_path, OWN_NORM, OWN_FFN).model)
+
+
+@pytest.mark.parametrize(
+    ("run", "overlay", "words", "expected"),
+    [
+        (
+            "python:mine:f",
+            "sdpa",
+            (),
+            r"overlay\.yaml: .*attn_impl: sdpa given, but python:mine:f of .*run\.yaml belongs",
+        ),
+        ("'${oc.env:F,python}:mine:f'", "sdpa", (), r"overlay\.yaml: .*attn_impl: sdpa given, but \$\{oc"),
+        ("sdpa", "python:mine:f", (), r"overlay\.yaml: .*attn_impl: python:mine:f given, but code of your own belongs"),
+        ("sdpa", "'${oc.env:F,python}:mine:f'", (), r"overlay\.yaml: .*: python:mine:f given, but code of your own"),
+        ("python:mine:f", "sdpa", ("attn_impl=python:mine:f",), None),
+        ("python:mine:f", "python:mine:g", ("attn_impl=reference",), None),
+        ("sdpa", "reference", (), None),
+    ],
+)
+def test_an_overlay_neither_names_nor_replaces_code_of_the_model(tmp_path, run, overlay, words, expected):
+    path = tmp_path / "overlay.yaml"
+    path.write_text(f"overlay: hardware\nmodel: {{attn_config: {{attn_impl: {overlay}}}}}\n")
+    config = tiny_config(tmp_path / "data")
+    config["model"]["attn_config"] = {"attn_impl": yaml.safe_load(run)}
+    arguments = [write_config(tmp_path / "run.yaml", config), f"hardware={path}"]
+    arguments += [f"model.attn_config.{word}" for word in words]
+    if expected is None:
+        load_train_config(arguments)
+        return
+    with pytest.raises(ConfigError, match=expected):
+        load_train_config(arguments)
