@@ -13,8 +13,10 @@ import llmfoundry_lite as lf
 from llmfoundry_lite import own_code
 from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.companions import is_installed
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.convert import huggingface
 from llmfoundry_lite.data.tokenizer import train_tokenizer
-from llmfoundry_lite.errors import DataError, UserError
+from llmfoundry_lite.errors import DataError, ExportError, UserError
 from llmfoundry_lite.evaluation.models import locate_and_load_model
 from llmfoundry_lite.launch.replay import plan_replay
 from llmfoundry_lite.launch_eval import launch
@@ -180,8 +182,20 @@ def test_a_folder_of_transformers_names_no_code(folder, marker, tmp_path, place)
     block = PLACES[place]
     description[place] = {**description.get(place, {}), **block} if isinstance(block, dict) else block
     (tmp_path / "exported/config.json").write_text(json.dumps(description))
+    own_code.trust_code([NAME])  # a checkpoint that was loaded before may have named the same code
     for command in (["checkpoint", "import", "exported", "imported"], ["generate", "exported", "--prompt", "the cat"]):
         assert run_command(command) == 2
     with pytest.raises(UserError):
         lf.load("exported")
+    assert not marker.exists() and "evil_part" not in sys.modules
+
+
+def test_a_format_that_would_let_code_through_is_refused(marker, monkeypatch):
+    """`own_code` remembers what a process has trusted, by name, so the reader of a folder does not rely on it."""
+    own_code.trust_code([NAME])
+    monkeypatch.setattr(huggingface, "read_model_config", lambda *_: ModelConfig(norm_type=NAME))
+    with pytest.raises(
+        ExportError, match=r"^there: config\.json names code, python:evil_part:Norm, for model\.norm_type"
+    ):
+        huggingface.read_checked_config({}, {}, cast(Any, None), "there")
     assert not marker.exists() and "evil_part" not in sys.modules

@@ -303,6 +303,10 @@ def read_checked_config(
         config = read_model_config(hf_config, state, hf_format, location)
         build_block(ModelConfig, asdict(config), "model")  # checks types and ranges
         check_model(config)  # checks options against each other
+        for key, name in config.own_parts.items():
+            raise ExportError(
+                f"{location}: config.json names code, {name}, for model.{key}, and code of a folder is never run"
+            )
         problem = find_size_mismatch(config, {name: tensor.shape for name, tensor in state.items()})
         if problem:
             raise ExportError(f"{location}: config.json describes another model than its tensors: {problem}")
