@@ -218,15 +218,26 @@ def build_generate(config: TrainConfig, checkpointing: Checkpointing) -> JobsAft
     if not options.pop("do_sample"):
         options["temperature"] = 0.0
 
+    # The run's own checkpoints name the code that this launch trains, by its own configuration.
+    has_own_parts = bool(config.model.own_parts)
+    option = " --trust-code" if has_own_parts else ""
+
     def job_of(name: str, url: str) -> Job:
         batch = int(name.removeprefix("ba"))
         return Job(
             name=name,
             function="generate",
-            arguments={"url": url, "out": out, "batch": batch, "tokenizer": config.tokenizer.name, **options},
+            arguments={
+                "url": url,
+                "out": out,
+                "batch": batch,
+                "tokenizer": config.tokenizer.name,
+                "trust_code": has_own_parts,
+                **options,
+            },
             done=f"texts of {name} are in {out}",
             missed=f"no texts of {name}",
-            remedy=f"`llmfoundry-lite generate {url}` writes some",
+            remedy=f"`llmfoundry-lite generate {url}{option}` writes some",
         )
 
     return JobsAfterSaves(block.interval, checkpointing, job_of)

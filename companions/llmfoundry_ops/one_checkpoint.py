@@ -73,15 +73,22 @@ def _upload(path: Path, target: RemoteFolder) -> None:
 
 
 def generate(
-    url: str, out: str, batch: int, tokenizer: str, prompts: list[str], max_new_tokens: int, **sampling: Any
+    url: str,
+    out: str,
+    batch: int,
+    tokenizer: str,
+    prompts: list[str],
+    max_new_tokens: int,
+    trust_code: bool,
+    **sampling: Any,
 ) -> None:
     """Generate a text after each prompt with the checkpoint at `url`, and append them to the file `out`.
 
-    A line is {"batch": …, "prompt": …, "text": …}, where `batch` is the checkpoint's. `sampling` is as for
-    `lf.load(…).generate`. If `tokenizer`, the one that the run's configuration names, is not on this machine, the
-    checkpoint's own is used.
+    A line is {"batch": …, "prompt": …, "text": …}, where `batch` is the checkpoint's. `trust_code` lets parts of the
+    model be code that the checkpoint names, and `sampling` is as for `lf.load(…).generate`. If `tokenizer`, which the
+    run's configuration names, is not on this machine, the checkpoint's own is used.
     """
-    model = load(url, tokenizer=tokenizer if is_local_or_cached(tokenizer) else None)
+    model = load(url, tokenizer=tokenizer if is_local_or_cached(tokenizer) else None, trust_code=trust_code)
     texts = model.generate(prompts, max_new_tokens, **sampling)
     lines = []
     for prompt, text in zip(prompts, texts, strict=True):

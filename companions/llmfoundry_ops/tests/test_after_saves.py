@@ -20,7 +20,8 @@ from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
-from llmfoundry_ops.after_saves import Job, JobsAfterSaves
+from llmfoundry_ops import one_checkpoint
+from llmfoundry_ops.after_saves import Job, JobsAfterSaves, build_generate
 from tests.checkpoint.s3_server import s3_server
 from tests.checkpoint.saves import names, save
 from tests.helpers.runs import run, saved_names, status
@@ -100,6 +101,29 @@ def test_too_many_that_wait_are_passed_over_but_for_the_last(monkeypatch, capfd)
     assert capfd.readouterr().out == "not exported: ba1 is still being read; do it\n"
     callback._add(max_waiting=4)
     assert [job.name for job in callback.jobs][-1] == "ba5"
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "python:mine:Norm"])
+def test_a_run_trusts_its_own_parts_when_it_generates_texts(tmp_path, monkeypatch, norm):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    texts = {"prompts": ["a b"], "interval": "1ba"}
+    changes = {"model__norm_type": norm, "callbacks": {"generate_callback": texts}}
+    config = load_train_config([write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data", **changes))]).config
+    there: Any = SimpleNamespace(published_batch=3, in_use=set(), newest_url="c/ba3")
+    job = build_generate(config, there).job_of("ba3", "c/ba3")
+    is_own = norm == "python:mine:Norm"
+    option = " --trust-code" if is_own else ""
+    assert (
+        job.arguments["trust_code"] is is_own and job.remedy == f"`llmfoundry-lite generate c/ba3{option}` writes some"
+    )
+
+    given: dict[str, Any] = {}
+    model = SimpleNamespace(generate=lambda *_, **__: [])
+    monkeypatch.setattr(one_checkpoint, "load", lambda url, **options: given.update(options) or model)
+    monkeypatch.setattr(one_checkpoint, "is_local_or_cached", lambda name: False)
+    with pytest.raises(ValueError, match="zip"):  # a model that generates nothing
+        one_checkpoint.generate(**job.arguments)
+    assert given["trust_code"] is is_own
 
 
 class Reads(JobsAfterSaves):
