@@ -13,10 +13,11 @@ import llmfoundry_lite as lf
 from llmfoundry_lite import own_code
 from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.companions import is_installed
+from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert import huggingface
 from llmfoundry_lite.data.tokenizer import train_tokenizer
-from llmfoundry_lite.errors import DataError, ExportError, UserError
+from llmfoundry_lite.errors import ConfigError, DataError, ExportError, UserError
 from llmfoundry_lite.evaluation.models import locate_and_load_model
 from llmfoundry_lite.launch.replay import plan_replay
 from llmfoundry_lite.launch_eval import launch
@@ -170,6 +171,15 @@ def test_code_that_is_trusted_runs(folder, marker, capfd):
     # The next one has to be trusted again.
     with pytest.raises(DataError, match=REFUSAL):
         lf.load(folder / "run")
+
+
+def test_only_the_user_trusts_code_in_an_evaluation(tmp_path):
+    path = tmp_path / "theirs.yaml"
+    for text in ("true", "yes", "'${oc.decode:true}'"):
+        path.write_text(f"models: {{x: run}}\nicl_tasks: [arc_easy]\ntrust_code: {text}\n")
+        for words in ([str(path)], [str(path), "trust_code=true"]):
+            with pytest.raises(ConfigError, match=r"theirs\.yaml: trust_code: .* given, which a file cannot decide"):
+                load_eval_config(words)
 
 
 PLACES = {"norm_type": NAME, "ffn_config": {"ffn_type": NAME}, "attn_config": {"alibi": True, "attn_type": NAME}}

@@ -250,7 +250,8 @@ class EvalConfig:
     tokenizer: str | None = setting(None, is_path_or_url=True)
     """A tokenizer for all models, as a folder or a Hub name. Default: each model's own."""
     trust_code: bool = False
-    """Run code (`python:`) that checkpoints name for parts of their models. Only for models whose author you trust."""
+    """Run code (`python:`) that checkpoints name for parts of their models. Only for models whose author you trust.
+    A YAML cannot set it."""
     fsdp: bool = False
     """Shard each model over all ranks instead of keeping it whole on each."""
     all_checkpoints: bool = False

@@ -22,7 +22,10 @@ from llmfoundry_lite.config.eval_schema import (
     TaskConfig,
 )
 from llmfoundry_lite.config.layers import (
+    COMMAND_LINE,
+    GIVEN,
     ConfigLayer,
+    find_value,
     is_key_value,
     is_yaml,
     merge_layers,
@@ -73,6 +76,7 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
     arguments, num_shown = _take_show(arguments)
     files_and_settings, runs = _split_arguments(arguments)
     layers = read_layers(files_and_settings, for_training=False, given=given)
+    _refuse_trust_of_files(layers)
     values = merge_layers(layers, EvalConfig) if layers else {}
 
     # Translate LLM Foundry's keys, and refuse those that are unknown.
@@ -192,6 +196,17 @@ def _check_that_models_are_given(values: Mapping[str, Any], *, with_option: bool
     if names_tasks:
         raise ConfigError("models: none given; name one on the command line, such as models.ours=runs/mpt-1b")
     raise ConfigError("command line: no YAML file given; try icl-zero-shot models.ours=runs/mpt-1b")
+
+
+def _refuse_trust_of_files(layers: Sequence[ConfigLayer]) -> None:
+    """Raise ConfigError if a YAML file has `trust_code`, by which its author would decide whose code this user runs."""
+    for layer in layers:
+        is_given, value = find_value(layer.values, "trust_code")
+        if is_given and value is not False and layer.source not in (COMMAND_LINE, GIVEN):
+            raise ConfigError(
+                f"{layer.source}: trust_code: {value} given, which a file cannot decide for its user; remove it, and "
+                "give trust_code=true on the command line if you trust the authors of the models"
+            )
 
 
 def _check(config: EvalConfig) -> None:
