@@ -42,6 +42,7 @@ from llmfoundry_lite.errors import (
     list_names,
 )
 from llmfoundry_lite.estimate.memory import estimate_training_memory, with_cpu_attention
+from llmfoundry_lite.estimate.model_memory import describe_unknown_parts
 from llmfoundry_lite.evaluation.items import SEPARATE
 from llmfoundry_lite.evaluation.tasks import check_task
 from llmfoundry_lite.files import exists, is_file, open_regular
@@ -199,9 +200,11 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
     # If one device runs out of memory, the whole run ends, so the one with the least free memory decides.
     fullest = min(devices[:num_ranks_here], key=lambda device: device.free_bytes)
     if needed_bytes > fullest.free_bytes:
+        unknown_parts = describe_unknown_parts(config.model)
+        not_counted = f", without what {unknown_parts} takes" if unknown_parts else ""
         raise ConfigError(
-            f"memory: {subject} about {needed_bytes / GIB:,.1f} GiB by the estimate, and {fullest.name} has "
-            f"{fullest.free_bytes / GIB:,.1f} GiB free; use more devices, a smaller device_train_microbatch_size or "
+            f"memory: {subject} about {needed_bytes / GIB:,.1f} GiB by the estimate{not_counted}, and "
+            f"{fullest.name} has {fullest.free_bytes / GIB:,.1f} GiB free; use more devices, a smaller device_train_microbatch_size or "
             "model, or fsdp_config with FULL_SHARD or activation_checkpointing"
         )
 

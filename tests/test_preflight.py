@@ -177,6 +177,11 @@ def test_a_dry_run_for_this_machine_refuses_what_a_launch_here_would_stumble_ove
     gpus = [Device("cuda:0", need, False), Device("cuda:1", need - 1, False)]
     with pytest.raises(ConfigError, match=r"^memory: each rank needs about .* and cuda:1 has .* free"):
         preflight.check_here(config, two, gpus)
+    own_norm = replace(config, model=replace(config.model, norm_type="python:torch.nn:LayerNorm"))
+    with pytest.raises(
+        ConfigError, match=r"the estimate, without what python:torch\.nn:LayerNorm \(model\.norm_type\) tak"
+    ):
+        preflight.check_here(own_norm, two, [ROOM._replace(free_bytes=1)])
     with pytest.raises(ConfigError, match="4 ranks given, and this machine has 2 devices"):
         preflight.check_here(config, layout_of(config, 4), gpus)
 

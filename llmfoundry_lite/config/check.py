@@ -575,6 +575,8 @@ def describe_follow_command(config: TrainConfig) -> str:
         words.append(f"task_folder={config.icl_task_folder}")
     if config.icl_limit is not None:
         words.append(f"limit={config.icl_limit}")
+    if config.model.own_parts:
+        words.append("trust_code=true")  # the checkpoints name the user's own code
     return shlex.join(words)
 
 

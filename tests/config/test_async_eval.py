@@ -59,10 +59,12 @@ def test_the_note_is_the_command_that_evaluates_the_same_tasks(here):
 
 def test_tasks_in_a_file_and_another_folder_are_named(here):
     (here / "evals").rename(here / "tasks")
-    _, notes = load_run(here, icl_tasks="tasks/named.yaml", icl_task_folder="tasks")
-    assert notes[-1].endswith(
-        "run: llmfoundry-lite eval follow=true models.tiny=runs/tiny icl_tasks=tasks/named.yaml task_folder=tasks"
-    )
+    for norm, option in (("layernorm", ""), ("python:mine:Norm", " trust_code=true")):
+        _, notes = load_run(here, icl_tasks="tasks/named.yaml", icl_task_folder="tasks", model__norm_type=norm)
+        assert notes[-1].endswith(
+            "run: llmfoundry-lite eval follow=true models.tiny=runs/tiny icl_tasks=tasks/named.yaml "
+            f"task_folder=tasks{option}"
+        )
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ import torch
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.estimate.model_memory import describe_unknown_parts
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.ranks.rank import count_usable_cores
 from llmfoundry_lite.report.log import FLOPS, MFU, SECONDS
@@ -62,6 +63,8 @@ class Point:
     """Peak FLOP/s of one device, if the run knew it."""
     config: dict[str, Any]
     """Configuration that was trained, for `plan --calibrate`."""
+    not_counted: str = ""
+    """Parts of the model that are the user's own code, which parameters and FLOPs do not count."""
 
 
 def run(
@@ -155,6 +158,10 @@ def report_points(
         "products_flops_per_sec": products_flops,
         "rows": rows,
     }
+    all_points = [point for points in points_by_kind.values() for point in points]
+    not_counted = {point.not_counted: None for point in all_points if point.not_counted}  # a set that keeps its order
+    if not_counted:
+        report["not_counted"] = "; ".join(not_counted)
     frame.tell(
         report,
         build_table(report),
@@ -245,6 +252,7 @@ def read_point(run_folder: str) -> Point:
         seconds=float(np.median(log.numbers(SECONDS)[is_timed])),
         peak_flops=peak_flops,
         config=as_dict(trained),
+        not_counted=describe_unknown_parts(config.model),
     )
 
 
@@ -359,6 +367,8 @@ def build_title(report: dict[str, Any]) -> str:
 def build_notes(report: dict[str, Any]) -> list[str]:
     """Return the lines below the table: a published result, and how this machine's devices were measured."""
     notes = [PUBLISHED]
+    if "not_counted" in report:
+        notes.append(f"Parameters, FLOP/s and MFU are without {report['not_counted']}, so they are too low.")
     products_flops = report["products_flops_per_sec"]
     if not products_flops:
         return notes  # finished runs, perhaps of another machine

@@ -33,7 +33,7 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, DataError, UserError
 from llmfoundry_lite.hardware import PRODUCTS, REPORT_SCHEMA
 from llmfoundry_planner.plan.rates import LINK_SHARE, Residuals
-from llmfoundry_planner.plan.step import Hardware, step_time
+from llmfoundry_planner.plan.step import Hardware, refuse_unknown_layers, step_time
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 """Findings of `doctor` that measure links."""
@@ -355,6 +355,7 @@ def read_steps(rows: Sequence[Mapping[str, Any]], hardware: Hardware) -> dict[st
         if not (0 < seconds < math.inf and num_devices > 0):
             raise DataError(f"a step of {seconds} s on {num_devices} devices; measure again")
         config = build_block(TrainConfig, row["config"])
+        refuse_unknown_layers(config.model, "measure with a layer of ours that is as large")
         layout = layout_of(config, num_devices, min(hardware.node.num_devices, num_devices))
         step = Step(config, layout, seconds)
         step.error(hardware)  # raises the error for a step that cannot be timed

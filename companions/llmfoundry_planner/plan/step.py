@@ -439,16 +439,17 @@ def _time_tied_embeddings(p: Portion, node: Node) -> float:
     return send_seconds(p.layout, "pipeline", node, num_elements * p.sum_bytes)
 
 
-def refuse_unknown_layers(model: ModelConfig) -> None:
+def refuse_unknown_layers(model: ModelConfig, advice: str = "plan with a layer of ours that is as large") -> None:
     """Raise ConfigError for a layer that is the user's own code, because nothing is known of its time.
+
+    `advice` ends the message.
 
     A norm of the user's own takes little of a step's time, and a plan says that it is not counted.
     """
     for key, name in model.own_parts.items():
         if not key.endswith("norm_type"):
             raise ConfigError(
-                f"plan: nothing is known of the time of {name} (model.{key}), which is code of your own; plan with a "
-                "layer of ours that is as large"
+                f"plan: nothing is known of the time of {name} (model.{key}), which is code of your own; {advice}"
             )
 
 

@@ -156,6 +156,7 @@ def test_all_files_of_steps_are_fitted_and_named(tmp_path):
 
 
 ONE_B = as_dict(load_train_config(["mpt-1b"]).config)
+WITH_OWN_FFN = as_dict(load_train_config(["mpt-125m", "model.ffn_config.ffn_type=python:mine:Ffn"]).config)
 SLOW = [{"step": PRODUCTS, "flops_per_sec": 700e12}]
 
 
@@ -195,6 +196,13 @@ SLOW = [{"step": PRODUCTS, "flops_per_sec": 700e12}]
                 f, "scaling", device_name=DEVICE, rows=[{"seconds": 1, "num_devices": 7, "config": ONE_B}]
             ),
             "scaling.json: global_train_batch_size: 512 does not divide over 7 data ranks",
+        ),
+        (
+            lambda f: write_bench(
+                f, "scaling", device_name=DEVICE, rows=[{"seconds": 1, "num_devices": 1, "config": WITH_OWN_FFN}]
+            ),
+            "nothing is known of the time of python:mine:Ffn (model.ffn_config.ffn_type), which is code of your own; "
+            "measure with a layer of ours that is as large",
         ),
         (lambda f: write_steps(f, (1, 2), 3.0, 0.003), "scaling.json: its steps take products at 3"),
         (lambda f: write_doctor(f), "no collective was timed; start doctor on several devices"),

@@ -53,6 +53,18 @@ def test_a_run_s_first_two_batches_are_no_part_of_its_time(tmp_path):
     assert (found.num_devices, found.batch_size, found.seconds) == (2, 8, 3.0)
 
 
+def test_a_table_says_which_parts_it_does_not_count(tmp_path, capsys):
+    records = [record(batch, seconds=1.0, num_devices=1) for batch in (1, 2, 3)]
+    config = load_train_config(
+        [write_config(tmp_path / "run.yaml", tiny_config(tmp_path)), "model.ffn_config.ffn_type=python:mine:Ffn"]
+    ).config
+    report = scaling.table_runs([write_run(tmp_path / "run", records, **as_dict(config))])
+    part = "python:mine:Ffn (model.ffn_config.ffn_type)"
+    assert report["not_counted"] == part
+    assert f"Parameters, FLOP/s and MFU are without {part}, so they are too low." in capsys.readouterr().out
+    assert "not_counted" not in scaling.report_points({"strong": [point(1, 4, 1.0)]}, None, None, "", None)
+
+
 @pytest.mark.parametrize(
     ("other", "words"),
     [
