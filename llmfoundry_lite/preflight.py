@@ -204,8 +204,9 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
         not_counted = f", without what {unknown_parts} takes" if unknown_parts else ""
         raise ConfigError(
             f"memory: {subject} about {needed_bytes / GIB:,.1f} GiB by the estimate{not_counted}, and "
-            f"{fullest.name} has {fullest.free_bytes / GIB:,.1f} GiB free; use more devices, a smaller device_train_microbatch_size or "
-            "model, or fsdp_config with FULL_SHARD or activation_checkpointing"
+            f"{fullest.name} has {fullest.free_bytes / GIB:,.1f} GiB free; use more devices, "
+            "a smaller device_train_microbatch_size or model, or fsdp_config with FULL_SHARD or "
+            "activation_checkpointing"
         )
 
 

@@ -508,6 +508,7 @@ def find_surprises(config: TrainConfig, layers: Sequence[ConfigLayer], *, under_
         *_find_ignored_options(config),
         *_find_small_shuffles(config),
         *_find_needs_of_fsdp(config),
+        *_find_copied_layers(config),
         *_find_evaluations_elsewhere(config),
     ]
     if not under_srun:
@@ -550,6 +551,23 @@ def _find_long_spans(run: Duration, schedule: SchedulerConfig) -> Iterator[Surpr
         is_longer = duration.unit == run.unit and duration.value > run.value
         if is_fraction_above_1 or is_longer:
             yield f"scheduler.{key}", f": {duration} is longer than the run, {run}: {meaning}"
+
+
+def _find_copied_layers(config: TrainConfig) -> Iterator[Surprise]:
+    """Yield a layer of the user's own in a model that is not sharded, by a default that counts it like a layer of ours.
+
+    Its size is not known before it is built, and a large one may not fit on a device.
+    """
+    if config.fsdp_config is not None or config.sharding.sharding_strategy != "NO_SHARD":
+        return
+    for key in ("attn_config.attn_type", "ffn_config.ffn_type"):
+        name = config.model.own_parts.get(key)
+        if name is not None:
+            yield (
+                f"model.{key}",
+                f": {name} is taken to be as large as a layer of ours, with which each device has the whole model; if "
+                "it is much larger, set fsdp_config.sharding_strategy=FULL_SHARD",
+            )
 
 
 def _find_evaluations_elsewhere(config: TrainConfig) -> Iterator[Surprise]:

@@ -128,6 +128,7 @@ def load_train_config(
     _set_names(values, layers, environ)
 
     # Build the dataclasses, which checks each key by itself. Arguments of the user's own objects have no schema.
+    notes += _drop_keys_of_other_schedule(values, layers)
     _collect_own_arguments(values)
     config = build_block(TrainConfig, values, "", layers)
     with naming_source(layers):
@@ -340,6 +341,40 @@ def _collect_own_arguments(values: dict[str, Any]) -> None:
         if import_paths and isinstance(block.get("extra") or {}, dict):  # the schema refuses another `extra`
             own_objects = {path: block.pop(path) or {} for path in import_paths}
             block["extra"] = {**(block.get("extra") or {}), **own_objects}
+
+
+def _drop_keys_of_other_schedule(values: dict[str, Any], layers: Sequence[ConfigLayer]) -> list[str]:
+    """Remove keys of the block `scheduler` that files set before another one named a schedule of the user's own.
+
+    They are settings of another schedule, such as the warm-up of a base YAML's cosine, and no key of a later file or of
+    the command line could remove them. Changes `values` in place. Returns a note about them, if there are any.
+    """
+    schedule = values.get("scheduler")
+    if not isinstance(schedule, dict) or not is_own(schedule.get("name")):
+        return []
+
+    # Find the first of the last files that name this schedule.
+    first_with_schedule = 0
+    name_in_layer = None
+    for index, layer in enumerate(layers):
+        is_named, name = find_value(layer.values, "scheduler.name")
+        if is_named and name != name_in_layer:
+            first_with_schedule = index
+            name_in_layer = name
+    layers_with_schedule = layers[first_with_schedule:]
+
+    dropped = []
+    for key in list(schedule):
+        is_of_schedule = any(find_value(layer.values, f"scheduler.{key}")[0] for layer in layers_with_schedule)
+        if key not in ("name", "kwargs") and not is_of_schedule:
+            del schedule[key]
+            dropped.append(key)
+    if not dropped:
+        return []
+    return [
+        f"{layers_with_schedule[0].source}: scheduler.name: {schedule['name']} is not given {', '.join(dropped)}, "
+        "which an earlier file sets for another schedule; to pass them, give them with the name"
+    ]
 
 
 def _collect_part_arguments(values: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from llmfoundry_lite.estimate.model_memory import describe_unknown_parts
 from tests.helpers.tiny import tiny_config, write_config
 
 OWN_FFN = "model.ffn_config={ffn_type: 'python:mine:Ffn', depth: 2, kwargs: {rate: 0.5}}"
+COSINE = {"name": "cosine_with_warmup", "t_warmup": "10ba", "alpha_f": 0.1}
 OWN_NORM = "model.norm_type=python:mine:Norm"
 
 
@@ -36,7 +37,7 @@ def test_keys_that_are_not_ours_are_arguments(tmp_path):
     )
     assert config.model.ffn_config.kwargs == {"depth": 2, "rate": 0.5, "moe_num_experts": 8}
     assert config.model.attn_config.kwargs == {"gate": {"bias": 1}} and config.model.attn_config.rope
-    assert config.scheduler.kwargs == {"t_warmup": "10ba", "alpha_f": 0.1, "peak": 2}
+    assert config.scheduler.kwargs == {"t_warmup": "10ba", "peak": 2}
     assert config.loggers.extra == {"python:mine:Log": {}}
 
     # A record is read as it was written.
@@ -44,6 +45,41 @@ def test_keys_that_are_not_ours_are_arguments(tmp_path):
     recorded.write_text(json.dumps(as_dict(config)))
     again = load_train_config([str(recorded)]).config
     assert again.model == config.model and again.scheduler == config.scheduler and again.loggers == config.loggers
+
+
+@pytest.mark.parametrize(
+    ("words", "kwargs", "dropped"),
+    [
+        (["scheduler.name=python:mine:S", "scheduler.peak=2"], {"peak": 2}, "t_warmup, alpha_f"),
+        (["scheduler={name: 'python:mine:S', alpha_f: 0}"], {"alpha_f": 0}, "t_warmup"),
+        (["own.yaml"], {"peak": 3}, "t_warmup, alpha_f"),
+        (
+            ["own.yaml", "scheduler.name=python:mine:S", "scheduler.t_warmup=5ba"],
+            {"peak": 3, "t_warmup": "5ba"},
+            "alpha_f",
+        ),
+    ],
+)
+def test_a_schedule_gets_no_keys_of_another_one(tmp_path, monkeypatch, words, kwargs, dropped):
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data", scheduler={**COSINE}))
+    Path("own.yaml").write_text("scheduler: {name: 'python:mine:S', peak: 3}\n")
+    loaded = load_train_config(["run.yaml", *words])
+    assert loaded.config.scheduler.kwargs == kwargs
+    [note] = [note for note in loaded.notes if "is not given" in note]
+    assert note.endswith(
+        f"scheduler.name: python:mine:S is not given {dropped}, which an earlier file sets for another schedule; to "
+        "pass them, give them with the name"
+    )
+
+
+def test_a_layer_of_unknown_size_that_is_not_sharded_is_noted(tmp_path):
+    path = write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data", fsdp_config=None))
+    words = ": python:mine:Ffn is taken to be as large as a layer of ours, with which each device has the whole model"
+    assert any(words in note for note in load_train_config([path, OWN_FFN]).notes)
+    sharded = "fsdp_config.sharding_strategy=FULL_SHARD"
+    for others in ([OWN_FFN, sharded], [OWN_NORM], []):
+        assert not any("as large as a layer of ours" in note for note in load_train_config([path, *others]).notes)
 
 
 def test_a_run_without_own_parts_is_recorded_as_earlier_releases_did(tmp_path):
