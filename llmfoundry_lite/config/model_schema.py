@@ -472,10 +472,10 @@ class ModelConfig:
     def stacked_rows(self, name: str) -> tuple[int, ...]:
         """Return the numbers of rows of q, k and v in the parameter `name`, if it stacks them in one matrix.
 
-        For `blocks.0.attn.Wqkv.weight` this is (q_dim, kv_dim, kv_dim). For other parameters, and in attention of the
-        user's own, it is empty.
+        For `blocks.0.attn.Wqkv.weight` this is (q_dim, kv_dim, kv_dim). For other parameters it is empty. Attention
+        of the user's own has such a matrix only if its class is derived from ours (`mpt.has_attention_of_ours`).
         """
-        is_stacked = ".Wqkv." in name and not is_own(self.attn_config.attn_type)
+        is_stacked = ".Wqkv." in name
         return (self.q_dim, self.kv_dim, self.kv_dim) if is_stacked else ()
 
     @property

@@ -250,6 +250,14 @@ def build_attention(config: ModelConfig) -> nn.Module:
     return Attention(config)
 
 
+def has_attention_of_ours(model: nn.Module) -> bool:
+    """Return whether the blocks of a model have our attention, or a subclass of it that is the user's own.
+
+    Its parameters then have the meaning that `ModelConfig.stacked_rows` gives them by their names.
+    """
+    return any(isinstance(module, Attention) for module in model.modules())
+
+
 class Attention(nn.Module):
     """The projections, norms and positions around attention; `Mask.attend` computes attention itself."""
 

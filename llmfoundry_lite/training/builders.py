@@ -26,7 +26,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_lite.models.mpt import Block
+from llmfoundry_lite.models.mpt import Block, has_attention_of_ours
 from llmfoundry_lite.models.own_parts import find_own_parts, mark_of
 from llmfoundry_lite.own_code import call_object, import_object, is_own, trust_code
 from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding_gradient
@@ -388,7 +388,15 @@ def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout)
         state_names = {f"model/{name}": parameter for name, parameter in parameters.items()}
         orders = row_orders(model, state_names)
         orders_by_name = {name.removeprefix("model/"): row_ranges for name, row_ranges in orders.items()}
-        return build_muon(parameters, config.optimizer, config.model, group, orders_by_name, fused=is_fused)
+        return build_muon(
+            parameters,
+            config.optimizer,
+            config.model,
+            group,
+            orders_by_name,
+            fused=is_fused,
+            has_attention_of_ours=has_attention_of_ours(model),
+        )
 
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if config.sharding.sharding_strategy == "ZERO_1":

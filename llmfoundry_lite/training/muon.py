@@ -54,19 +54,22 @@ def build_muon(
     row_orders: Mapping[str, RowRanges] = NO_ORDERS,
     *,
     fused: bool = True,
+    has_attention_of_ours: bool = True,
 ) -> "Muon":
     """Build Muon, which updates the matrices of the model's blocks itself and all other parameters by AdamW.
 
     `named` are the model's parameters by name, as this rank has them: whole, sharded, or some rows of each. `group` are
     the ranks that have the same blocks; None for all. `row_orders` has, by name, the order in which ranks have a
     parameter's rows, if it is not the parameter's own. `fused` asks for AdamW's step in one kernel.
+    `has_attention_of_ours` says that a matrix named Wqkv stacks those of q, k and v.
     """
     matrices: list[Matrix] = []
     other_parameters: list[Parameter] = []
     for name, parameter in named.items():
         is_matrix_of_block = "blocks" in name.split(".") and parameter.ndim == 2
         if is_matrix_of_block:
-            heights = model.stacked_rows(name) or (parameter.size(0),)  # of q, k and v, if one parameter holds them
+            stacked_rows = model.stacked_rows(name) if has_attention_of_ours else ()
+            heights = stacked_rows or (parameter.size(0),)  # of q, k and v, if one parameter holds them
             matrices.append(Matrix(parameter, heights, row_orders.get(name)))
         else:
             other_parameters.append(parameter)

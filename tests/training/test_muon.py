@@ -4,11 +4,12 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from llmfoundry_lite import companions
@@ -20,10 +21,12 @@ from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
 from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.models.mpt import MPT, Attention
+from llmfoundry_lite.own_code import trust_code
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
+from llmfoundry_lite.training import builders
 from llmfoundry_lite.training.muon import Matrix, Muon, build_muon, newton_schulz, to_parameter_order, to_rank_order
 from tests.helpers.launch import launch
 from tests.helpers.layouts import run_in_launches
@@ -73,6 +76,29 @@ def test_newton_and_schulz_leave_singular_values_of_about_one():
     before, after = (torch.linalg.svdvals(m) for m in (matrix, newton_schulz(matrix, 5)))
     assert before.max() / before.min() > 4
     assert 0.6 < after.min() < after.max() < 1.3
+
+
+class OwnAttention(Attention):
+    """Attention of a user's own, which has our parameters."""
+
+
+class OtherAttention(nn.Module):
+    """Attention of a user's own with a matrix of our name."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.Wqkv = nn.Linear(config.d_model, config.d_model)
+
+
+@pytest.mark.parametrize(("attention", "num_matrices"), [(OwnAttention, 3), (OtherAttention, 1)])
+def test_q_k_and_v_are_three_matrices_in_a_subclass_of_ours_alone(tmp_path, monkeypatch, attention, num_matrices):
+    name = f"python:{__name__}:{attention.__name__}"
+    yaml = write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data", optimizer={"name": "muon", "lr": 0.1}))
+    config = load_train_config([yaml, f"model.attn_config.attn_type={name}"]).config
+    trust_code([name])
+    monkeypatch.setattr(builders, "build_stage_group", lambda *_: None)
+    optimizer = builders.build_optimizer(config, MPT(config.model), Layout())
+    assert max(len(matrix.heights) for matrix in cast(Muon, optimizer).matrices) == num_matrices
 
 
 @pytest.mark.parametrize("head_dim", [None, 12])

@@ -39,6 +39,7 @@ from llmfoundry_lite.checkpoint.state import (
 )
 from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
 from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.models.mpt import has_attention_of_ours
 from llmfoundry_lite.ranks.codec import decode_value, encode_value
 from llmfoundry_lite.ranks.exchange import all_gather_distinct, all_gather_json, all_reduce_sum
 
@@ -77,10 +78,13 @@ class HeldParts:
         check_local_tensors(self.parameters)
         orders = row_orders(model, {f"model/{name}": parameter for name, parameter in self.parameters.items()})
 
+        is_stacked_by_name = has_attention_of_ours(model)
+
         def find_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
             parts: dict[str, Part] = {}
             for name, tensor in tensors.items():
-                matrix_heights = config.stacked_rows(name) or tensor.shape[:1]
+                stacked_rows = config.stacked_rows(name) if is_stacked_by_name else ()
+                matrix_heights = stacked_rows or tensor.shape[:1]
                 parts |= parts_of(name, tensor, matrix_heights, orders.get(f"model/{name}"))
             return parts
 
