@@ -29,7 +29,8 @@ from tests.helpers.tiny import tiny_config
 NAME = "python:evil_part:Norm"
 REFUSAL = (
     r"its model has parts that are code of its author: model\.norm_type python:evil_part:Norm; if you trust it, let it "
-    r"run: eval with trust_code=true, generate and replay with --trust-code; other commands run no such code"
+    r"run: eval with trust_code=true, generate and replay with --trust-code, lf.load with trust_code=True; other "
+    r"commands run no such code"
 )
 
 

@@ -33,6 +33,7 @@ from llmfoundry_lite.data import tokenizer_files
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.models.parameters import parameter_shapes
+from llmfoundry_lite.own_code import trust_code
 from llmfoundry_lite.ranks.codec import encode_value
 
 FILE_BYTES = 4 << 30
@@ -129,6 +130,7 @@ def weights_of_composer(path: Path, state: Any, config: Sequence[str], notes: li
     hf_config = _get(hugging_face, "model", "config", "content")
     if config:
         model_config = load_train_config(list(config)).config.model
+        trust_code(model_config.own_parts.values())  # like a launch's, this configuration is its user's
         tensors = fit_weights(tensors, model_config, str(path))
     elif isinstance(hf_config, dict):
         model_config, tensors = convert_from_hugging_face(tensors, hf_config, str(path))

@@ -45,7 +45,8 @@ def read_model(checkpoint: Checkpoint, *, trusts_code: bool = False) -> ModelCon
         code = ", ".join(f"model.{key} {name}" for key, name in model.own_parts.items())
         raise DataError(
             f"{checkpoint.url}: its model has parts that are code of its author: {code}; if you trust it, let it run: "
-            "eval with trust_code=true, generate and replay with --trust-code; other commands run no such code"
+            "eval with trust_code=true, generate and replay with --trust-code, lf.load with trust_code=True; other "
+            "commands run no such code"
         )
     trust_code(model.own_parts.values())
     return model

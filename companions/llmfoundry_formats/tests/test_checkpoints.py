@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from llmfoundry_formats.dcp import PortableStorageReader
 from llmfoundry_formats.tests.composer_saves import composer_file, save_one_file, save_sharded
+from llmfoundry_lite import own_code
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
@@ -95,6 +96,15 @@ def test_the_yaml_says_what_model_it_is_when_the_checkpoint_does_not(tmp_path):
     assert imported.notes == ["ep0-ba1-rank0.pt was read by torch's weights-only reader"]
     with pytest.raises(ConfigError, match=r"train\.yam: no such file|neither a \.yaml"):
         import_checkpoint(str(source), str(tmp_path / "more"), trust_pickle=True, config=[str(tmp_path / "train.yam")])
+
+
+def test_parts_of_one_s_own_are_imported_by_the_yaml_that_names_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_code, "_trusted_names", set())
+    source = composer_file(tmp_path / "ep0-ba1-rank0.pt", random_model(SMALL))
+    model = asdict(SMALL) | {"norm_type": "python:torch.nn:LayerNorm"}
+    path = write_config(tmp_path / "train.yaml", {**tiny_config(tmp_path), "model": model})
+    imported = import_checkpoint(str(source), str(tmp_path / "out"), trust_pickle=True, config=[path])
+    assert imported.checkpoint.manifest.config["model"]["norm_type"] == "python:torch.nn:LayerNorm"
 
 
 def test_tensors_that_do_not_fit_are_listed(tmp_path):
