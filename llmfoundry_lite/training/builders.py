@@ -130,7 +130,7 @@ def build_and_restore(
         python_log_level=config.python_log_level,
     )
     for logger in loggers:
-        logger.log_hyperparameters(as_dict(config))  # without secrets, as the run records it
+        logger.log_hyperparameters(as_dict(config))  # as the run records it, which masks passwords in URLs
     return trainer, checkpointing
 
 
