@@ -13,6 +13,7 @@ from llmfoundry_lite.config.model_schema import divisors
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.sharding_schema import FSDPConfig, PipelineConfig
 from llmfoundry_lite.errors import ConfigError, join_with_or
+from llmfoundry_lite.own_code import is_own
 
 MAX_SUGGESTIONS = 8
 """Numbers that an error suggests."""
@@ -259,7 +260,7 @@ def _check_shared_loaders(config: TrainConfig, cause: str, readers: str) -> None
     `cause` is the block that needs this, and `readers` names the ranks in the error.
     """
     for block, loader in config.loaders.items():
-        if loader.name.startswith("python:"):
+        if is_own(loader.name):
             raise ConfigError(
                 f"{block}.name: {loader.name} cannot know that with {cause} {readers} must read the same samples; "
                 f"use text, or no {cause}"

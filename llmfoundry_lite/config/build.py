@@ -22,6 +22,7 @@ from llmfoundry_lite.config.layers import ConfigLayer, naming_source, source_of
 from llmfoundry_lite.config.scalars import hint_at_number
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, find_nearest, join_with_or
+from llmfoundry_lite.own_code import PREFIX, is_own
 
 
 def build_block(cls: type, values: Any, path: str = "", layers: Sequence[ConfigLayer] = ()) -> Any:
@@ -320,7 +321,7 @@ def _check_choice(key_path: str, value: Any, setting: Setting) -> None:
     choices = setting.choices
     if value in choices:
         return
-    if "python:" in choices and str(value).startswith("python:"):
+    if PREFIX in choices and is_own(value):
         check_import_path(key_path, value)
         return
 
@@ -331,7 +332,7 @@ def _check_choice(key_path: str, value: Any, setting: Setting) -> None:
         hint = f"did you mean {nearest}?"
     elif nearest:
         hint = f"did you mean {nearest}? ({hint})"
-    hint = hint.replace("python:", "python:package.module:Thing")
+    hint = hint.replace(PREFIX, f"{PREFIX}package.module:Thing")
     raise ConfigError(f"{key_path}: {value!r} is not known; {hint}")
 
 
@@ -389,7 +390,7 @@ def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
     if path == "callbacks":
         return "one of your own is named by its import path, python:package.module:Class"
     if path == "loggers":
-        names = [name for name in keys if name != "extra"]  # which holds those of the user's own
+        names = [name for name in keys if name != "extra"]  # `extra` is where loggers of the user's own are collected
         return (
             f"valid keys here: {', '.join(names)}, and python:package.module:Class for one of your own; metrics.jsonl "
             "is always written"

@@ -293,7 +293,7 @@ def _refuse_to_divide_own_parts(config: TrainConfig) -> None:
             if degree > 1:
                 raise ConfigError(
                     f"{degree_key}: {degree} given, but nothing is known of how model.{key}, {name}, could be divided; "
-                    "remove it: FSDP alone divides parts of your own"
+                    f"remove {degree_key}, because only FSDP divides parts of your own"
                 )
 
 

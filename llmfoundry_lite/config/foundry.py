@@ -18,6 +18,7 @@ from llmfoundry_lite.config.build import refuse_keys
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import ConfigLayer, find_value, remove_key, source_of
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.own_code import is_own
 
 TABLE = Path(__file__).with_name("foundry.table")
 
@@ -166,7 +167,7 @@ def refuse_left_out_keys(
             # part, such as `optimizer`, or `eval_loaders.wiki`.
             block = re.sub(r"^((?:eval_loaders\.)?[^.]+).*", r"\1", key)
             _, name_of_block = find_value(values, f"{block}.name")
-            is_own_object = str(name_of_block).startswith("python:")
+            is_own_object = is_own(name_of_block)
             if not is_given or is_own_object:
                 continue
             if value is None or value in HARMLESS.get(pattern, ()):

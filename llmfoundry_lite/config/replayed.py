@@ -12,8 +12,8 @@ from llmfoundry_lite.config.data_schema import OF_THE_MODEL
 from llmfoundry_lite.config.fields import join_key, keys_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, is_masked
+from llmfoundry_lite.own_code import is_own
 
-CODE = "python:"
 PLAIN_COMPILE_KEYS = ("backend", "dynamic", "fullgraph", "mode")
 """Arguments of torch.compile that are safe to use: its `options` may name compilers, by their paths."""
 KEYS_OF_CODE = ("name", "lr", "num_workers", "drop_last", "kwargs")
@@ -118,7 +118,7 @@ def _without_our_keys(block: Any) -> Any:
     """
     if not isinstance(block, dict) or "kwargs" not in block:
         return block
-    is_own_object = str(block.get("name")).startswith(CODE)
+    is_own_object = is_own(block.get("name"))
     if not is_own_object:
         return block
 
@@ -137,7 +137,7 @@ def find_code(values: Mapping[str, Any]) -> Iterator[str]:
     for name in find_callbacks(values):
         yield _quoted(str(name))
     for path, text in _texts(values):
-        if text.startswith(CODE):
+        if is_own(text):
             yield f"{path} {_quoted(text)}"
 
     # An environment variable may name a library to load.

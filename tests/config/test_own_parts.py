@@ -116,7 +116,7 @@ def test_only_fsdp_divides_a_part(tmp_path, part, degree):
     assert str(error.value).startswith(f"command line: {degree}_degree: 2 given, but nothing is known of how {key}"), (
         error.value
     )
-    assert str(error.value).endswith("remove it: FSDP alone divides parts of your own")
+    assert str(error.value).endswith(f"remove {degree}_degree, because only FSDP divides parts of your own")
     load(tmp_path, part, f"{degree}_degree=1")
 
 
