@@ -104,7 +104,8 @@ def test_parts_of_one_s_own_are_imported_by_the_yaml_that_names_them(tmp_path, m
     model = asdict(SMALL) | {"norm_type": "python:torch.nn:LayerNorm"}
     path = write_config(tmp_path / "train.yaml", {**tiny_config(tmp_path), "model": model})
     imported = import_checkpoint(str(source), str(tmp_path / "out"), trust_pickle=True, config=[path])
-    assert imported.checkpoint.manifest.config["model"]["norm_type"] == "python:torch.nn:LayerNorm"
+    recorded = imported.checkpoint.manifest.config["model"]
+    assert recorded["norm_type"] == "python:torch.nn:LayerNorm" and "norm_kwargs" not in recorded
 
 
 def test_tensors_that_do_not_fit_are_listed(tmp_path):
