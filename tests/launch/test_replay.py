@@ -185,7 +185,7 @@ def test_a_replay_saves_nothing_and_leaves_out_what_trains_nothing(run, tmp_path
     assert values["load_path"].endswith("/ba2") and not values["autoresume"] and not values["export_at_end"]
     assert (values["stop_after"], values["digest_interval"], values["eval_interval"]) == ("3ba", "1ba", 0)
     assert values["callbacks"]["extra"] == {} and values["callbacks"]["profiler"] is None
-    assert values["loggers"] == {"wandb": None, "tensorboard": None} and not values["icl_tasks"]
+    assert values["loggers"] == {"wandb": None, "tensorboard": None, "extra": {}} and not values["icl_tasks"]
     assert values["eval_loader"] is None and values["max_wall_time"] is None and values["environment"] == {}
     assert (values["optimizer"]["lr"], values["seed"], values["precision"]) == (0.01, 17, "fp32")
     dataset = values["train_loader"]["dataset"]
