@@ -176,12 +176,13 @@ def build(
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.02)
     block = block.to(device_type(), dtype)
+    attention: Any = block.attn  # ours, because shapes name no part of the user's own
 
     def skip_attention(x_btd: torch.Tensor) -> torch.Tensor:
         """Compute the layer with each token's own value as the output of attention, so that tokens do not mix."""
         # Wqkv returns queries, keys and values, [b, t, 3d].
-        values_btd = block.attn.Wqkv(block.norm_1(x_btd))[..., -model.d_model :]
-        x_btd = x_btd + block.attn.out_proj(values_btd)
+        values_btd = attention.Wqkv(block.norm_1(x_btd))[..., -model.d_model :]
+        x_btd = x_btd + attention.out_proj(values_btd)
         return x_btd + block.ffn(block.norm_2(x_btd))
 
     if implementation == NONE:
