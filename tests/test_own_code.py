@@ -48,7 +48,7 @@ def test_it_is_called_with_the_arguments_of_the_place_and_the_keys_of_the_block(
 @pytest.mark.parametrize(
     ("thing", "kwargs", "message"),
     [
-        ("mine:Thing", {"evry": 5}, r"place: python:mine:Thing does not take these keys: .*argument 'evry'"),
+        ("mine:Thing", {"often": 5}, r"place: python:mine:Thing does not take these keys: .*argument 'often'"),
         ("mine:Missing", {}, r"place\.name: python:mine:Missing: module mine has no Missing"),
         ("mine:__doc__", {}, r"place\.name: python:mine:__doc__ is a NoneType, expected a class or a function"),
         (
