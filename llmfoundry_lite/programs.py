@@ -6,7 +6,6 @@ command in the program's own process (`_call_as_rank`), so that a program and a 
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +18,7 @@ from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.output import ignoring_output_errors
 from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
+from llmfoundry_lite.ranks.signals import signals_given_back
 from llmfoundry_lite.report.reading import Run, read_run
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ def _arguments_of_launch(
 def _call_as_rank(call: Callable[[], T]) -> T:
     """Call a launch as one rank within the user's program, and return its result.
 
-    Afterwards the program has the signal handlers that it had before. The process group of a single rank is destroyed,
+    Afterwards signals are the program's again. The process group of a single rank is destroyed,
     unless the program had made it. A process group of several ranks is kept for the next call, because the ranks could
     not make another one on the same store.
 
@@ -154,10 +153,9 @@ def _call_as_rank(call: Callable[[], T]) -> T:
     import torch.distributed as dist
 
     had_process_group = dist.is_initialized()
-    handlers_before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
     try:
         adopt_srun()
-        with ignoring_output_errors():
+        with signals_given_back(), ignoring_output_errors():
             result = call()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()  # until rank 0 has written the end of the run
@@ -165,11 +163,6 @@ def _call_as_rank(call: Callable[[], T]) -> T:
         if this_rank().rank == 0:
             print(printable(str(error)), file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from None
-    finally:
-        for number, handler in handlers_before.items():
-            # The handler is None if C code has set it. Python cannot set such a handler again.
-            if handler is not None:
-                signal.signal(number, handler)
 
     is_single_rank = dist.is_initialized() and dist.get_world_size() == 1
     if is_single_rank and not had_process_group:

@@ -7,6 +7,7 @@ program has begun, `ending.raise_when_interrupted` installs other handlers.
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -42,6 +43,30 @@ def handle_leaving_signals(handler: Callable[[int, Any], Any]) -> None:
     """Install `handler(number, frame)` for the signals that ask this process to leave. For the main thread only."""
     for number in handled_leaving_signals():
         signal.signal(number, handler)
+
+
+@contextmanager
+def signals_given_back() -> Iterator[None]:
+    """Give signals back at the end of the block to the program that calls the library, and that goes on afterwards.
+
+    In the block, a launch installs handlers and a pipe into which Python writes the numbers of signals. Without this,
+    Ctrl-C would do nothing after the block but to end the program later, as if it were still the launch. Closing the
+    pipe ends the thread that reads it. Does nothing in threads other than the main one, which cannot handle signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
+    pipe_of_program = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        pipe_of_launch = signal.set_wakeup_fd(pipe_of_program)
+        if pipe_of_launch != -1:
+            os.close(pipe_of_launch)
+        for number, handler in handlers.items():
+            if handler is not None:  # None: set by C code, which Python cannot do again
+                signal.signal(number, handler)
 
 
 def leave_with_75_when_asked() -> None:

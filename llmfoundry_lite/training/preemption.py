@@ -221,7 +221,9 @@ class Preemption:
     # -------------------------------------------------------------------------------------------------- the threads
 
     def _watch(self) -> None:
-        """Handle signals, the file STOP and the two deadlines until the process ends. Runs in a thread of its own.
+        """Handle signals, the file STOP and the two deadlines. Runs in a thread of its own.
+
+        It ends with the process, or when the pipe is closed because a program goes on after `lf.train`.
 
         The deadlines are `deadline`, after which the launch should leave, and `leave_by`, at which the process is ended
         although the main thread has not left.
@@ -230,7 +232,10 @@ class Preemption:
             # Wait for a signal, but not longer than until the next deadline.
             ready, _, _ = select.select([self._pipe], [], [], self._seconds_to_next_check())
             if ready:
-                for number in os.read(self._pipe, SIGNALS_PER_READ):
+                numbers = os.read(self._pipe, SIGNALS_PER_READ)
+                if not numbers:  # `signals_given_back` has closed it: the program goes on without this launch
+                    return
+                for number in numbers:
                     self._handle_signal(number)
 
             self._look_for_stop_file()

@@ -1,10 +1,18 @@
 """Signals that ask a process to leave."""
 
 import signal
+import threading
 
 import pytest
 
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, describe_reason_to_leave, handle_leaving_signals
+from llmfoundry_lite.ranks.signals import (
+    LEAVING_SIGNALS,
+    describe_reason_to_leave,
+    handle_leaving_signals,
+    signals_given_back,
+)
+from llmfoundry_lite.training import preemption
+from llmfoundry_lite.training.preemption import Preemption
 
 
 @pytest.fixture
@@ -25,6 +33,25 @@ def test_an_ignored_hang_up_stays_ignored_and_other_signals_are_heard(handlers):
     for number in LEAVING_SIGNALS:
         signal.raise_signal(number)
     assert heard == [number for number in LEAVING_SIGNALS if number != signal.SIGHUP]
+
+
+def test_a_program_has_its_signals_back_after_a_launch_in_its_process(handlers, tmp_path, monkeypatch):
+    """Ctrl-C in the program must not make the launch's thread end it."""
+    monkeypatch.setattr(preemption.dist, "get_rank", lambda: 0)
+    heard = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    ended = Preemption(tmp_path, 0.0, None, print, print)
+    ended._poll_other_ranks = lambda: None
+    threads_before = set(threading.enumerate())
+    with signals_given_back():
+        ended.listen()
+        new_threads = set(threading.enumerate()) - threads_before
+        (thread,) = (thread for thread in new_threads if thread.name == "preemption")
+    thread.join(10.0)
+    assert not thread.is_alive()
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGTERM] and not ended.reason
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_a_closed_terminal_is_named():
