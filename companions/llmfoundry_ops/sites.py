@@ -23,7 +23,8 @@ from pathlib import Path, PurePosixPath
 
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.fields import REQUIRED, check_path_or_url, local_folder, matches, parsed, setting, validator
-from llmfoundry_lite.config.layers import merge_layers, read_file
+from llmfoundry_lite.config.layers import read_file
+from llmfoundry_lite.config.merge import merge_layers
 from llmfoundry_lite.config.spans import Duration, Time
 from llmfoundry_lite.errors import ConfigError
 

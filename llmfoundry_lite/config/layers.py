@@ -1,12 +1,11 @@
-"""Read YAML files and `key=value` arguments as layers, and merge the layers into the values of one configuration.
+"""Read YAML files and `key=value` arguments as the layers of one configuration.
 
 Later layers override earlier ones: YAML files in order, then hardware overlays, then arguments. A layer keeps the name
 of its source, so that every error can name the file in which a key stands. Code that raises errors which begin with a
 key runs inside `naming_source`, which adds the file; code that names files itself runs outside of it.
 
-`read_layers` reads the files. An overlay may set only keys that the hardware decides. `merge_layers` merges them,
-resolves `${…}` (`resolve.py`), and reads scalars by the schema (`scalars.py`). No dataclass is built here: `build.py`
-does that. The functions at the end look up dotted keys, such as `optimizer.lr`, in nested dictionaries.
+`read_layers` reads the files. An overlay may set only keys that the hardware decides. `merge.py` merges the layers. The
+functions at the end look up dotted keys, such as `optimizer.lr`, in nested dictionaries.
 """
 
 import contextlib
@@ -25,8 +24,7 @@ from llmfoundry_lite.bounded import MAX_YAML_BYTES, read_at_most
 from llmfoundry_lite.config.auto_hardware import AUTO, choose_overlay
 from llmfoundry_lite.config.fields import schema_keys, settings_along
 from llmfoundry_lite.config.replayed import PLAIN_COMPILE_KEYS
-from llmfoundry_lite.config.resolve import OBJECTS, merge_and_resolve
-from llmfoundry_lite.config.scalars import read_scalars
+from llmfoundry_lite.config.resolve import OBJECTS
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.shipped import find_yaml, near_name, shipped_folder
 from llmfoundry_lite.config.yaml_text import read_yaml
@@ -52,8 +50,6 @@ GIVEN = "the configuration"
 """Source of a mapping that a program gives."""
 COMMAND_LINE = "command line"
 """Source of the `key=value` arguments."""
-VARIABLES_OF_OURS = ("tokens_per_second",)
-"""Variables that have an effect without a reference: the planner reads the speed that `init --hours` has measured."""
 HARDWARE = "hardware="
 AUTO_NAMES = ("auto", "yamls/hardware/auto", "yamls/hardware/auto.yaml")
 
@@ -140,7 +136,7 @@ def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
             _refuse_text_lost_by_yaml(key, text, value)
             OmegaConf.update(OmegaConf.create({}, flags=OBJECTS), key, value)
         except (OmegaConfBaseException, YAMLError, UnicodeEncodeError) as error:
-            raise ConfigError(f"command line: cannot read {argument}: {_one_line(error)}") from None
+            raise ConfigError(f"command line: cannot read {argument}: {describe_yaml_error(error)}") from None
 
         # An error now means that the argument does not go with earlier ones.
         try:
@@ -176,7 +172,7 @@ def read_file(name: str) -> ConfigLayer:
     try:
         values = read_yaml(read_at_most(path, MAX_YAML_BYTES, "a YAML file").decode())
     except (YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: not valid YAML: {_one_line(error)}") from None
+        raise ConfigError(f"{name}: not valid YAML: {describe_yaml_error(error)}") from None
     if not values:
         raise ConfigError(f"{name}: the file is empty")
     if not isinstance(values, dict):
@@ -198,7 +194,7 @@ def _suggest_file(name: str) -> str:
     return f"; did you mean {nearest_shipped}, which comes with the package?" if nearest_shipped else ""
 
 
-def _one_line(error: BaseException) -> str:
+def describe_yaml_error(error: BaseException) -> str:
     """Return the message of an error of OmegaConf or PyYAML in one line, with line and column if it has them."""
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
@@ -432,163 +428,6 @@ def _loaders_by_label(key: str, loaders: list[Any], source: str) -> dict[str, An
             raise ConfigError(f"{loader_key}.label: {label} given twice; each loss needs a name of its own")
         blocks[label] = {name: value for name, value in loader.items() if name != "label"}
     return blocks
-
-
-# ------------------------------------------------------------------------------------------------ merging
-
-
-def merge_layers(layers: Sequence[ConfigLayer], block: type) -> dict[str, Any]:
-    """Merge layers into the values of one configuration, as nested dictionaries. Later layers override earlier ones.
-
-    For example, `optimizer: {lr: 1e-3, eps: 1e-8}` in a file and `optimizer.lr=2e-3` on the command line give
-    `{"optimizer": {"lr": 0.002, "eps": 1e-8}}`. Lists are replaced as a whole. References `${…}` are resolved. `block`
-    is the configuration's dataclass, by whose types a scalar is read as text or as a number.
-
-    Raises ConfigError for a reference to a key that does not exist, for a value `???` that no layer gives, and for a
-    variable of the command line that nothing uses.
-    """
-    _refuse_unfilled(layers)
-    _refuse_unused_variables(layers)
-
-    # OmegaConf refuses to merge a list with a block, so remove what a later layer replaces by the other type.
-    mappings = [layer.values for layer in layers]
-    for index in range(len(mappings)):
-        for later in mappings[index + 1 :]:
-            mappings[index] = _without_replaced_collections(mappings[index], later)
-
-    try:
-        resolved = merge_and_resolve(mappings)
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or ""
-        problem = _describe_unresolved(error, layers)
-        raise ConfigError(f"{source_of(key, layers)}: {key or 'configuration'}: {problem}") from None
-    with naming_source(layers):
-        return read_scalars(block, resolved)
-
-
-def _describe_unresolved(error: OmegaConfBaseException, layers: Sequence[ConfigLayer]) -> str:
-    """Return, for a message, why OmegaConf could not resolve a reference `${…}`, and what may have been meant.
-
-    For a misspelt key this is `${max_seqlen} names nothing; did you mean ${max_seq_len}?`.
-    """
-    missing_key = re.search(r"Interpolation key '(.+)' not found", str(error))
-    if missing_key:
-        known_keys = sorted({key for layer in layers for key in leaf_keys(layer.values)})
-        near = find_nearest(missing_key[1], known_keys)
-        hint = f"; did you mean ${{{near}}}?" if near else ""
-        return f"${{{missing_key[1]}}} names nothing{hint}"
-    unset_variable = re.search(r"Environment variable '(.+)' not found", str(error))
-    if unset_variable:
-        return f"the environment variable {unset_variable[1]} is not set; export it"
-    return _one_line(error)
-
-
-def _refuse_unfilled(layers: Sequence[ConfigLayer]) -> None:
-    """Raise ConfigError for a value `???` that no later layer overrides.
-
-    A YAML writes `remote: ???` for a value that its user has to give. OmegaConf would take the value of an earlier
-    layer, or the text `???` itself.
-    """
-    for index, layer in enumerate(layers):
-        later_layers = layers[index + 1 :]
-        for key in leaf_keys(layer.values):
-            _, value = find_value(layer.values, key)
-            is_filled = any(_overrides(later.values, key) for later in later_layers)
-            if value == UNFILLED and not is_filled:
-                raise ConfigError(f"{layer.source}: {key}: {UNFILLED} stands for a value that must be given; give one")
-
-
-def _refuse_unused_variables(layers: Sequence[ConfigLayer]) -> None:
-    """Raise ConfigError for a variable on the command line, such as `variables.width=64`, that no reference names.
-
-    Otherwise a sweep over it would train the same run each time. Unused variables in a YAML file are not a mistake,
-    because several files may share their variables.
-    """
-    arguments = next((layer for layer in layers if layer.source == COMMAND_LINE), None)
-    variables = find_value(arguments.values, "variables")[1] if arguments is not None else None
-    if not isinstance(variables, dict):
-        return
-
-    texts_with_references = []
-    for layer in layers:
-        texts_with_references += [text for text in _scalars_as_text(layer.values) if "${" in text]
-    # `${variables}` uses all of them.
-    if any(re.search(r"\$\{\s*variables\s*\}", text) for text in texts_with_references):
-        return
-
-    # A reference may be relative, or end at a block around the variable, so one name in common is enough.
-    words: set[str] = set()
-    referenced_variables: list[str] = []
-    for text in texts_with_references:
-        words.update(re.findall(r"[\w-]+", text))
-        referenced_variables += re.findall(r"variables\.([\w.-]+)", text)
-    for key in leaf_keys(variables):
-        is_referenced = not words.isdisjoint(key.split("."))
-        if is_referenced or key in VARIABLES_OF_OURS:
-            continue
-        near = find_nearest(key, referenced_variables)
-        hint = f"; did you mean variables.{near}?" if near else "; set the key itself"
-        raise ConfigError(
-            f"{COMMAND_LINE}: variables.{key}: no value names ${{variables.{key}}}, so it has no effect{hint}"
-        )
-
-
-def _scalars_as_text(values: Any) -> Iterator[str]:
-    """Yield every scalar in nested dictionaries and lists, as text."""
-    if isinstance(values, dict):
-        for value in values.values():
-            yield from _scalars_as_text(value)
-    elif isinstance(values, list):
-        for item in values:
-            yield from _scalars_as_text(item)
-    else:
-        yield str(values)
-
-
-def _overrides(values: dict[str, Any], key: str) -> bool:
-    """Return whether merging `values` later overrides a dotted key: directly, or by a scalar or list for a block.
-
-    `{"dataset": {"local": "x"}}` and `{"dataset": None}` override `dataset.local`, and `{"dataset": {}}` does not.
-    """
-    value: Any = values
-    for part in key.split("."):
-        if not isinstance(value, dict):
-            return True
-        if part not in value:
-            return False
-        value = value[part]
-    return True
-
-
-def _without_replaced_collections(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` without the blocks that `later` replaces by a list, and the lists that it replaces by a block.
-
-    OmegaConf refuses to merge a block and a list.
-    """
-    kept = {}
-    for key, value in values.items():
-        later_value = later.get(key)
-        are_collections = isinstance(value, dict | list) and isinstance(later_value, dict | list)
-        if isinstance(value, dict) and isinstance(later_value, dict):
-            kept[key] = _without_replaced_collections(value, later_value)
-        elif are_collections and type(value) is not type(later_value):
-            continue
-        else:
-            kept[key] = value
-    return kept
-
-
-def lay_over(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Merge two configurations, of which `later` overrides keys of `values`, without resolving references.
-
-    `replay` uses it for the recorded configuration of a run, which somebody else may have made: its `${…}` must stay
-    text, because a reference could read the environment variables of this user.
-    """
-    merged = {**values, **later}
-    for key in values.keys() & later.keys():
-        if isinstance(values[key], dict) and isinstance(later[key], dict):
-            merged[key] = lay_over(values[key], later[key])
-    return merged
 
 
 # ---------------------------------------------------------------------------------- keys as dotted paths

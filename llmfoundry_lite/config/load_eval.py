@@ -28,13 +28,13 @@ from llmfoundry_lite.config.layers import (
     find_value,
     is_key_value,
     is_yaml,
-    merge_layers,
     naming_source,
     read_file,
     read_layers,
     source_of,
 )
 from llmfoundry_lite.config.load_tasks import list_available_tasks, load_tasks, result_names, without_missing_data
+from llmfoundry_lite.config.merge import merge_layers
 from llmfoundry_lite.config.scalars import EVAL_SYNONYMS
 from llmfoundry_lite.config.shipped import find_yaml
 from llmfoundry_lite.config.uses import find_unused_keys

@@ -25,12 +25,8 @@ from llmfoundry_lite.config.eval_schema import (
     TaskConfig,
     result_name,
 )
-from llmfoundry_lite.config.layers import (
-    ConfigLayer,
-    merge_layers,
-    read_file,
-    source_of,
-)
+from llmfoundry_lite.config.layers import ConfigLayer, read_file, source_of
+from llmfoundry_lite.config.merge import merge_layers
 from llmfoundry_lite.config.scalars import TASK_SYNONYMS
 from llmfoundry_lite.config.shipped import find_task_folder
 from llmfoundry_lite.config.uses import find_unused_keys

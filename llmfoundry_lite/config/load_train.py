@@ -18,20 +18,21 @@ from llmfoundry_lite.config import foundry
 from llmfoundry_lite.config.blocks import given_blocks, missing_blocks
 from llmfoundry_lite.config.build import build_block, check_import_path, refuse_other_kinds
 from llmfoundry_lite.config.callbacks_schema import AlertsConfig
-from llmfoundry_lite.config.check import check_together, find_surprises
+from llmfoundry_lite.config.check import check_together
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.fields import RUN_NAME, keys_of
 from llmfoundry_lite.config.layers import (
     ConfigLayer,
     find_value,
-    merge_layers,
     naming_source,
     read_layers,
     refuse_code_of_overlays,
     source_of,
 )
+from llmfoundry_lite.config.merge import merge_layers
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.surprises import find_surprises
 from llmfoundry_lite.errors import ConfigError, join_with_or
 from llmfoundry_lite.own_code import is_own
 

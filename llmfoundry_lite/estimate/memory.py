@@ -14,12 +14,8 @@ from dataclasses import replace
 from llmfoundry_lite import companions
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.estimate.model_memory import (
-    MemoryEstimate,
-    count_rounding,
-    estimate_moments,
-    optimizer_slots,
-)
+from llmfoundry_lite.estimate.model_memory import MemoryEstimate, estimate_moments, optimizer_slots
+from llmfoundry_lite.estimate.parameters import count_rounding
 from llmfoundry_lite.estimate.portion import Portion
 from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 

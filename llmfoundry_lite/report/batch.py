@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import LoaderConfig
-from llmfoundry_lite.config.layers import ConfigLayer, lay_over, leaf_keys, merge_layers, read_layers
+from llmfoundry_lite.config.layers import ConfigLayer, leaf_keys, read_layers
+from llmfoundry_lite.config.merge import lay_over, merge_layers
 from llmfoundry_lite.config.replayed import refuse_unresolved, without
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration

@@ -3,7 +3,8 @@
 import pytest
 
 from llmfoundry_lite.config.fields import keys_of
-from llmfoundry_lite.config.layers import merge_layers, read_layers
+from llmfoundry_lite.config.layers import read_layers
+from llmfoundry_lite.config.merge import merge_layers
 from llmfoundry_lite.config.replayed import as_given, select_recorded
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.yaml_text import dump_record

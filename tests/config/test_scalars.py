@@ -16,9 +16,10 @@ from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.config.changes import find_changes
 from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.fields import keys_of
-from llmfoundry_lite.config.layers import lay_over, merge_layers, read_layers
+from llmfoundry_lite.config.layers import read_layers
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.merge import lay_over, merge_layers
 from llmfoundry_lite.config.scalars import AMBIGUOUS_NUMBER
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration

@@ -21,7 +21,8 @@ import pytest
 import yaml
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
-from llmfoundry_lite.config.layers import merge_layers, read_layers
+from llmfoundry_lite.config.layers import read_layers
+from llmfoundry_lite.config.merge import merge_layers
 from llmfoundry_lite.errors import CheckpointError, ConfigError, UserError
 from llmfoundry_ops import processes
 from llmfoundry_ops import relay as relay_module
