@@ -1,6 +1,5 @@
 """Output of the commands `llmfoundry-lite checkpoint`: lists of checkpoints, facts about one, progress. No torch."""
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -51,13 +50,10 @@ def print_second_place(location: str, candidates: Sequence[Candidate]) -> bool:
     location: the run folder, or the folder of checkpoints.
     candidates: the checkpoints there, whose newest manifest has the configuration where the run folder is not at hand.
     """
-    from llmfoundry_lite.report.reading import CONFIG, read_config, read_second_place
+    from llmfoundry_lite.report.reading import read_config_if_there, read_second_place
 
     folder = open_folder(location)
-    config = None
-    with contextlib.suppress(OSError):
-        if folder.child(CONFIG).exists():
-            config = read_config(folder)
+    config = read_config_if_there(folder)
     for candidate in candidates:
         if config is None and candidate.checkpoint is not None:
             config = candidate.checkpoint.manifest.config

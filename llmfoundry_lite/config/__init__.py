@@ -7,7 +7,8 @@ What a configuration is:
 - `spans.py`: durations (`4800ba`), times (`3h55m`) and save intervals, parsed.
 - `fields.py`: `setting`, which makes a dataclass field with the rules of its key, and functions that read the rules.
 - `schema.py`: `TrainConfig`, with its blocks in `model_schema.py`, `data_schema.py`, `optimizer_schema.py`,
-  `sharding_schema.py` and `callbacks_schema.py`; `eval_schema.py`: `EvalConfig`; `blocks.py`: blocks that companions add.
+  `sharding_schema.py` and `callbacks_schema.py`; `eval_schema.py`: `EvalConfig`; `blocks.py`: blocks that companions
+  add.
 
 How it is loaded (`load_train.py`, `load_eval.py` and `load_tasks.py` call these in order):
 

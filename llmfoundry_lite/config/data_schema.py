@@ -20,6 +20,7 @@ from llmfoundry_lite.config.fields import (
     duration_setting,
     local_folder,
     not_empty,
+    only_with_own,
     setting,
     validator,
 )
@@ -201,11 +202,7 @@ BY_WORKERS = Use(
     has_effect=lambda loader, _: loader.num_workers > 0 or loader.name != "text",
     reason="{path}.num_workers is 0",
 )
-OWN_LOADER = Use(
-    has_effect=lambda loader, _: loader.name != "text",
-    reason="only a python: loader is given them, and {path}.name is {block.name}; remove it",
-    is_refused=True,
-)
+OWN_LOADER = only_with_own("loader")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

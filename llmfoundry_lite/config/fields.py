@@ -22,6 +22,7 @@ from typing import Any, Literal
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, Parsed, Scalar, describe_span
 from llmfoundry_lite.errors import REFERENCE, find_nearest
 from llmfoundry_lite.files import guess_url
+from llmfoundry_lite.own_code import is_own
 
 Rule = Literal["freely", "logged", "never"]
 """How a key may change between two launches of a run. never: the launch is refused. logged: the change takes effect, is
@@ -171,6 +172,18 @@ def only_with(*names: str, is_refused: bool = True) -> Use:
         has_effect=lambda block, _: block.name in names,
         reason=f"only {owners} it, and {{path}}.name is {{block.name}}{remedy}",
         is_refused=is_refused,
+    )
+
+
+def only_with_own(part: str, key: str = "name") -> Use:
+    """Return the condition for arguments that only a part of the user's own is given, which `key` in its block names.
+
+    For example, `optimizer.kwargs` has `only_with_own("optimizer")`. `part` is a word for the part, for the error.
+    """
+    return Use(
+        has_effect=lambda block, _: is_own(getattr(block, key)),
+        reason=f"only a python: {part} is given them, and {{path}}.{key} is {{block.{key}}}; remove it",
+        is_refused=True,
     )
 
 

@@ -17,6 +17,7 @@ from llmfoundry_lite.config.fields import (
     as_yaml,
     is_number,
     only_with,
+    only_with_own,
     setting,
     validator,
     without_empty,
@@ -106,22 +107,9 @@ NORMS_OF_Q_AND_K = (
         reason="q and k have norms only with qk_ln or qk_gn; model.norm_type and model.norm_eps are for all others",
     ),
 )
-OWN_NORM = Use(
-    has_effect=lambda block, _: is_own(block.norm_type),
-    reason="only a python: norm is given them, and {path}.norm_type is {block.norm_type}; remove it",
-    is_refused=True,
-)
-
-OWN_ATTENTION = Use(
-    has_effect=lambda attention, _: is_own(attention.attn_type),
-    reason="only a python: attention is given them, and {path}.attn_type is {block.attn_type}; remove it",
-    is_refused=True,
-)
-OWN_FFN = Use(
-    has_effect=lambda ffn, _: is_own(ffn.ffn_type),
-    reason="only a python: ffn_type is given them, and {path}.ffn_type is {block.ffn_type}; remove it",
-    is_refused=True,
-)
+OWN_NORM = only_with_own("norm", "norm_type")
+OWN_ATTENTION = only_with_own("attention", "attn_type")
+OWN_FFN = only_with_own("ffn_type", "ffn_type")
 NOT_FOR_OWN_FFN = "{block.ffn_type} is not given it; {path}.kwargs passes arguments of that name"
 OF_OUR_FFN = (
     Use(has_effect=lambda ffn, _: not is_own(ffn.ffn_type), reason=NOT_FOR_OWN_FFN, is_refused=True),

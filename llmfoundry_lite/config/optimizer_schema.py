@@ -10,6 +10,7 @@ from llmfoundry_lite.config.fields import (
     Use,
     duration_setting,
     only_with,
+    only_with_own,
     setting,
     validator,
 )
@@ -27,16 +28,8 @@ MUON = (only_with("muon"),)
 LINEAR_DECAY = (only_with("linear_decay_with_warmup"),)
 STABLE_DECAY = (only_with("warmup_stable_decay"),)
 INVERSE_SQUARE_ROOT = (only_with("inv_sqrt_with_warmup"),)
-OWN_OPTIMIZER = Use(
-    has_effect=lambda optimizer, _: is_own(optimizer.name),
-    reason="only a python: optimizer is given them, and {path}.name is {block.name}; remove it",
-    is_refused=True,
-)
-OWN_SCHEDULE = Use(
-    has_effect=lambda schedule, _: is_own(schedule.name),
-    reason="only a python: schedule is given them, and {path}.name is {block.name}; remove it",
-    is_refused=True,
-)
+OWN_OPTIMIZER = only_with_own("optimizer")
+OWN_SCHEDULE = only_with_own("schedule")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

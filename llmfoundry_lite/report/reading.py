@@ -295,6 +295,14 @@ def read_config(folder: Folder) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
+def read_config_if_there(folder: Folder) -> dict[str, Any] | None:
+    """Read a run's config.yaml as `read_config` does; None if the folder has none, or if it cannot be read."""
+    with contextlib.suppress(OSError):
+        if folder.child(CONFIG).exists():
+            return read_config(folder)
+    return None
+
+
 def config_of(run: Run) -> TrainConfig:
     """Build the configuration of a run from its record.
 
@@ -338,10 +346,7 @@ def find_recorded_folder(location: str) -> str | None:
     or if it cannot be read. Raises CheckpointError, which names the folder, if that may not be opened unasked.
     """
     folder = open_folder(location)
-    config = None
-    with contextlib.suppress(OSError):
-        if folder.child(CONFIG).exists():
-            config = read_config(folder)
+    config = read_config_if_there(folder)
     if config is None:
         return None
     checkpoint_folder = find_checkpoint_folder(folder, config, OBJECT_STORES)
