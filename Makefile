@@ -55,15 +55,15 @@ test: install
 test-slow: install
 	pytest -n 2 --dist loadfile -m "slow and not long and not gpu" --durations=20
 
-# The core needs no companion: its own tests, in a copy without them and an environment that has never seen them. ROOMS
-# chooses some: make test-core ROOMS="tests/cli tests/test_preflight.py"
-ROOMS ?= tests
+# The core needs no companion: its own tests, in a copy without them and an environment that has never seen them. TESTS
+# chooses some: make test-core TESTS="tests/cli tests/test_preflight.py"
+TESTS ?= tests
 
 test-core: install
 	rm -rf build/core && mkdir -p build/core
 	git ls-files -z -- . ':!companions' | tar --create --null --files-from - | tar --extract --directory build/core
 	cd build/core && env --unset VIRTUAL_ENV $(abspath $(UV)) sync --quiet
-	cd build/core && PATH=$$PWD/.venv/bin:$$PATH pytest -n 2 --dist loadfile -m "not slow and not long and not gpu" $(ROOMS)
+	cd build/core && PATH=$$PWD/.venv/bin:$$PATH pytest -n 2 --dist loadfile -m "not slow and not long and not gpu" $(TESTS)
 
 test-long: install
 	pytest -m "long and not gpu" --durations=20

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -167,7 +168,7 @@ def measure_launch(yaml: Path, folder: Path, receiver: "Receiver | None") -> Lau
             records=[[record.get(name) for name in SAME] for record in by_batch.values()],
             last_digest=read_digest(run_folder, max(by_batch)),
             num_alerts=receiver.num_received if receiver is not None else 0,
-            num_readings=len(readings),
+            num_readings=readings["answers"],
         )
 
 
@@ -225,23 +226,24 @@ def receive_alerts() -> Iterator[Receiver]:
 
 
 @contextmanager
-def read_metrics(port: int | None) -> Iterator[list[int]]:
-    """Read a launch's metrics once a second in a thread, if it serves any. Yields the sizes of the answers so far."""
-    sizes: list[int] = []
+def read_metrics(port: int | None) -> Iterator[Counter[str]]:
+    """Read a launch's metrics once a second in a thread, if it serves any. Yields how often, as "answers"."""
+    readings: Counter[str] = Counter()
     is_over = threading.Event()
 
     def read() -> None:
         while not is_over.wait(SCRAPE_SECONDS):
             with suppress(OSError):  # the launch does not serve them yet, or has ended
-                sizes.append(len(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read()))
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read()
+                readings["answers"] += 1
 
     if port is None:
-        yield sizes
+        yield readings
         return
     thread = threading.Thread(target=read)
     thread.start()
     try:
-        yield sizes
+        yield readings
     finally:
         is_over.set()
         thread.join()

@@ -143,9 +143,9 @@ def _arguments_of_launch(
 def _call_as_rank(call: Callable[[], T]) -> T:
     """Call a launch as one rank within the user's program, and return its result.
 
-    Afterwards signals are the program's again. The process group of a single rank is destroyed,
-    unless the program had made it. A process group of several ranks is kept for the next call, because the ranks could
-    not make another one on the same store.
+    Afterwards signals are the program's again. The process group of a single rank is destroyed, unless the program had
+    made it. A process group of several ranks is kept for the next call, because the ranks could not make another one on
+    the same store.
 
     Collective, if the program runs under a launcher. Raises SystemExit with code 75 if the run was asked to stop.
     """

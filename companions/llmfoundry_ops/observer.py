@@ -17,15 +17,13 @@ from typing import Any
 from llmfoundry_lite.checkpoint.run_log import number_of
 from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.config.load_train import Observed
+from llmfoundry_lite.config.surprises import ALERT_SECONDS
 from llmfoundry_lite.ranks.identity import describe_this_process
 from llmfoundry_lite.ranks.output import say
 from llmfoundry_lite.ranks.status import LAUNCHES, read_status
 from llmfoundry_ops.alerts import ALERTS, STARTED, append_record, name_of_save, new_observer_id, read_record
 from llmfoundry_ops.processes import start_module
 
-CLOSE_SECONDS = 5.0
-"""Longest time that the end of a launch waits for its last alert. `composer` kills ranks 30 s after a signal, and a
-launch may use 20 s of them (`preemption_grace_seconds`)."""
 MAX_DESCRIPTION_BYTES = 1 << 16
 """Bytes that a pipe holds on Linux. A longer description would make the launch wait until the process reads it."""
 MAX_STATUS_CHARACTERS = 1000
@@ -68,7 +66,7 @@ class Observer:
             process.stdin.close()
         is_late = False
         try:
-            process.wait(CLOSE_SECONDS)
+            process.wait(ALERT_SECONDS)
         except subprocess.TimeoutExpired:
             is_late = True
         warning = describe_undelivered(self._record, self._num_record_bytes, is_late=is_late)

@@ -260,12 +260,23 @@ def _is_matched_by_glob(out: Path, source: Path) -> bool:
 
 
 def _is_matched(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return whether the names of a path match the parts of a glob, of which `**` stands for any number of folders."""
+    """Return whether the names of a path match the parts of a glob, of which `**` stands for any number of folders.
+
+    As in `glob.glob`, names that begin with a dot are matched only by a part that does so too.
+    """
     if not pattern:
         return not names
+    if pattern[0] == "**" and _is_matched(names, pattern[1:]):  # it stands for no folder
+        return True
+    if not names:
+        return False
+
+    is_hidden = names[0].startswith(".") and not pattern[0].startswith(".")
+    if is_hidden:
+        return False
     if pattern[0] == "**":
-        return any(_is_matched(names[depth:], pattern[1:]) for depth in range(len(names) + 1))
-    return bool(names) and fnmatchcase(names[0], pattern[0]) and _is_matched(names[1:], pattern[1:])
+        return _is_matched(names[1:], pattern)
+    return fnmatchcase(names[0], pattern[0]) and _is_matched(names[1:], pattern[1:])
 
 
 def publish(partial: Path, out: Path, summary: Summary) -> None:

@@ -1050,6 +1050,9 @@ def test_an_out_folder_in_the_source_is_refused_before_anything_is_discarded(tmp
         ("*/*.jsonl", "out", False),
         ("*/*/*.json", "out", True),
         ("*", "../out", False),
+        ("*", ".out", False),  # hidden from patterns that do not begin with a dot
+        ("**/*.txt", "more/.out", False),
+        (".*", ".out", True),
         ("missing/*", "out", False),
     ],
 )
