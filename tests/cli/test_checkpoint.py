@@ -17,6 +17,7 @@ from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks.ending import Preempted, report_error
 from tests.checkpoint.saves import flip, save, write_draft
+from tests.helpers.present import needs
 from tests.helpers.tiny import write_config
 
 TORCHLESS = """
@@ -76,7 +77,10 @@ def test_a_run_may_be_named_in_many_ways(folder, capsys, form):
     assert code == 0 and "ba3" in out
 
 
-@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "diff", "prune", "average"])
+@pytest.mark.parametrize(
+    "command",
+    ["ls", "inspect", "verify", "diff", "prune", pytest.param("average", marks=needs("llmfoundry_studies"))],
+)
 def test_a_run_that_saves_elsewhere_is_found_by_its_record_and_loses_nothing(folder, tmp_path, capsys, command):
     saves = tmp_path / "disk" / "checkpoints"
     saves.parent.mkdir()
