@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,11 @@ SIGNALS_PER_READ = 64
 
 @dataclass(eq=False)
 class Preemption:
-    """Notes why this rank should leave early, lets all ranks agree on it, and ends the process if that takes too long.
+    """The reason for which this rank should leave early, if there is one, and the time by which it has to be gone.
 
-    Reasons are indices of `REASONS`. Two threads run beside the main one from `listen` on, until the process ends.
+    A reason is an index of `REASONS`. All ranks agree on one at the end of a batch. From `listen` on, two threads note
+    reasons beside the main one, and end the process if it takes too long to leave. They run until the process ends or,
+    in a program that goes on after `lf.train`, until that returns.
     """
 
     run_folder: Path
@@ -133,14 +136,14 @@ class Preemption:
 
         # The interpreter's C handler writes the number of each signal into this pipe, even while the main thread is in
         # a collective, where no Python handler runs.
-        self._pipe, writer = os.pipe()
+        reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         # A forked child must end when it is terminated, and must not write into its parent's pipe.
-        os.register_at_fork(after_in_child=_reset_signals_in_child)
+        _reset_signals_in_children()
         handle_leaving_signals(lambda number, frame: None)  # the thread reads the signal from the pipe
 
-        threading.Thread(target=self._watch, name="preemption", daemon=True).start()
+        threading.Thread(target=self._watch, args=(reader,), name="preemption", daemon=True).start()
         threading.Thread(target=self._poll_other_ranks, name="preemption-of-others", daemon=True).start()
 
     def agree_on_reason(self) -> str:
@@ -205,6 +208,7 @@ class Preemption:
         """
         self._has_ended = True
         self._has_failed = has_failed
+        self._may_poll = False
 
     def remove_stop_file(self) -> None:
         """Remove the file STOP if this launch leaves, so that the next launch does not find it. Rank 0 removes it."""
@@ -220,20 +224,22 @@ class Preemption:
 
     # -------------------------------------------------------------------------------------------------- the threads
 
-    def _watch(self) -> None:
+    def _watch(self, reader: int) -> None:
         """Handle signals, the file STOP and the two deadlines. Runs in a thread of its own.
 
-        It ends with the process, or when the pipe is closed because a program goes on after `lf.train`.
+        `reader` is the end of a pipe from which the numbers of signals are read. The thread ends with the process, or
+        when the other end is closed because a program goes on after `lf.train`. Then it closes `reader`.
 
         The deadlines are `deadline`, after which the launch should leave, and `leave_by`, at which the process is ended
         although the main thread has not left.
         """
         while True:
             # Wait for a signal, but not longer than until the next deadline.
-            ready, _, _ = select.select([self._pipe], [], [], self._seconds_to_next_check())
+            ready, _, _ = select.select([reader], [], [], self._seconds_to_next_check())
             if ready:
-                numbers = os.read(self._pipe, SIGNALS_PER_READ)
+                numbers = os.read(reader, SIGNALS_PER_READ)
                 if not numbers:  # `signals_given_back` has closed it: the program goes on without this launch
+                    os.close(reader)
                     return
                 for number in numbers:
                     self._handle_signal(number)
@@ -249,6 +255,8 @@ class Preemption:
 
         Meanwhile another rank or the main thread may have learnt of a reason.
         """
+        if self._has_failed:
+            return POLL_SECONDS  # `leave_by` may be over, and nothing happens then
         next_deadline = self.leave_by if self.leave_by is not None else self.deadline
         if next_deadline is None:
             return POLL_SECONDS
@@ -366,6 +374,15 @@ def age_of_launch() -> float:
     is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     oldest_process = os.getppid() if is_torchrun else os.getpid()  # torchrun's agent, the parent, restarts ranks
     return age_seconds(oldest_process)
+
+
+@cache
+def _reset_signals_in_children() -> None:
+    """Call `_reset_signals_in_child` in each child that this process forks from now on.
+
+    Python has no way to take that back, so it happens once, however often a program calls `lf.train`.
+    """
+    os.register_at_fork(after_in_child=_reset_signals_in_child)
 
 
 def _reset_signals_in_child() -> None:

@@ -1,5 +1,6 @@
 """Signals that ask a process to leave."""
 
+import os
 import signal
 import threading
 
@@ -43,12 +44,14 @@ def test_a_program_has_its_signals_back_after_a_launch_in_its_process(handlers, 
     ended = Preemption(tmp_path, 0.0, None, print, print)
     ended._poll_other_ranks = lambda: None
     threads_before = set(threading.enumerate())
+    descriptors_before = set(os.listdir("/proc/self/fd"))
     with signals_given_back():
         ended.listen()
         new_threads = set(threading.enumerate()) - threads_before
         (thread,) = (thread for thread in new_threads if thread.name == "preemption")
     thread.join(10.0)
     assert not thread.is_alive()
+    assert set(os.listdir("/proc/self/fd")) == descriptors_before
     signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGTERM] and not ended.reason
     assert signal.set_wakeup_fd(-1) == -1

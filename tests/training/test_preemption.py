@@ -373,6 +373,18 @@ def test_a_launch_has_one_end_though_its_process_lives_on_while_an_alert_is_sent
     assert launch.recorded == [recorded] and launch.codes == codes
 
 
+def test_threads_of_a_launch_that_has_failed_do_not_spin(tmp_path, monkeypatch):
+    """Its process may live on for minutes, as a notebook does. The time to leave is over by then."""
+    launch = Ended(tmp_path, monkeypatch)
+    launch.let_time_pass()
+    assert launch.preemption._seconds_to_next_check() == 0.0
+    launch.preemption.note_end(has_failed=True)
+    assert launch.preemption._seconds_to_next_check() == preemption_module.POLL_SECONDS
+    monkeypatch.setattr(preemption_module, "announced_preemption", lambda: pytest.fail("the store was asked"))
+    launch.preemption.reason = 0
+    launch.preemption._poll_other_ranks()
+
+
 def test_a_launch_that_is_done_stays_done_though_its_process_lives_on(tmp_path, monkeypatch):
     launch = Ended(tmp_path, monkeypatch)
     launch.launch.run_folder.finish = launch.recorded.append
