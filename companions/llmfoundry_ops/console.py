@@ -145,14 +145,14 @@ class JsonText(io.TextIOBase):
         self._file.write(text, event, facts)
 
     @property
-    def _messages(self) -> "Messages":
+    def _messages(self) -> "MessageSplitter":
         """The text of this thread that is not written yet."""
         if not hasattr(self._of_thread, "messages"):
-            self._of_thread.messages = Messages()
+            self._of_thread.messages = MessageSplitter()
         return self._of_thread.messages
 
 
-class Messages:
+class MessageSplitter:
     """Divides text into messages: the lines that are written at once, or a traceback, which is written line by line.
 
     A progress bar, which is drawn again after each carriage return, becomes one message: its last state.
@@ -410,7 +410,7 @@ class LineSource:
     def __init__(self, descriptor: int):
         """Print the objects to `descriptor`."""
         self._file = ObjectFile(descriptor)
-        self._messages = Messages()
+        self._messages = MessageSplitter()
         self._rest = b""
         """Bytes of a line that has no end yet."""
         self.read_at = -math.inf

@@ -72,7 +72,7 @@ class Observer:
         warning = describe_undelivered(self._record, self._num_record_bytes, is_late=is_late)
         if warning:
             with suppress(OSError, RuntimeError):  # RuntimeError: a signal has interrupted another print
-                say(f"warning: {warning}", facts={"level": "warning"}, file=sys.stderr)
+                say(f"warning: {warning}", file=sys.stderr)
 
 
 def describe_undelivered(record: Path, num_bytes_before: int, *, is_late: bool) -> str:

@@ -33,6 +33,7 @@ from llmfoundry_lite.ranks.status import (
     read_status,
 )
 from llmfoundry_lite.report.log import LOSS
+from llmfoundry_lite.training.slow_ranks import MAX_RANKS_LISTED
 from llmfoundry_ops.alerts import (
     RANKS_RECOVERED,
     SAVES_RECOVERED,
@@ -47,7 +48,7 @@ from llmfoundry_ops.alerts import (
 )
 from llmfoundry_ops.faults import LAUNCHER, RESTARTS, was_killed_by_system
 from llmfoundry_ops.metrics_port import MetricsPort
-from llmfoundry_ops.rank_times import MAX_RANKS, RankTime, RankTimes, read_rank_times, read_slow_ranks
+from llmfoundry_ops.rank_times import RankTime, read_all_slow_ranks, read_rank_times, read_slow_ranks
 from llmfoundry_ops.receivers import COMMAND_SECONDS, Receiver, notify, post, run_command
 from llmfoundry_ops.runs import LiveRun
 
@@ -109,10 +110,10 @@ class LaunchObserver:
         """Key of the log -> its newest number."""
         self.validation: dict[str, float] = {}
         """Label of a validation set -> its newest loss."""
-        self.rank_times: RankTimes | None = None
-        """Times of ranks of this launch in the newest batch that was measured."""
-        self.slow_ranks: dict[int, RankTime] = {}
-        """The ranks of this launch that are slow."""
+        self.rank_times: list[RankTime] | None = None
+        """Times of the slowest ranks in the newest batch that was measured; None if none of this launch was."""
+        self.slow_ranks: dict[int, str] = {}
+        """The ranks of this launch that are slow: number -> name, such as `rank 5 on gpu007`."""
 
         self._alerts: AlertsConfig | None = None
         """None if the run has no alerts, but metrics."""
@@ -444,20 +445,36 @@ class LaunchObserver:
         rank_times = read_rank_times(self.run.status)
         if rank_times is None:
             return  # no batch of this launch was measured yet
-        slow_ranks = {time.rank: time for time in read_slow_ranks(self.run.status)}
-        became_slow = [time for rank, time in slow_ranks.items() if rank not in self.slow_ranks]
-        recovered = [time for rank, time in self.slow_ranks.items() if rank not in slow_ranks]
         self.rank_times = rank_times
-        self.slow_ranks = slow_ranks
 
+        # The status describes some of the slow ranks, those that were named last, and has the numbers of all.
+        described = {time.rank: time for time in read_slow_ranks(self.run.status)}
+        slow_before = self.slow_ranks
+        self.slow_ranks = {}
+        for rank in read_all_slow_ranks(self.run.status):
+            name = described[rank].name if rank in described else f"rank {rank}"
+            self.slow_ranks[rank] = slow_before.get(rank, name)
+
+        became_slow = [rank for rank in self.slow_ranks if rank not in slow_before]
         if became_slow:
-            reason, _, next_step = became_slow[0].text.partition("; next: ")
-            if len(became_slow) > 1:
-                reason += f"; and {', '.join(map(str, became_slow[1:]))}"
-            self._tell("slow_rank", reason, next_step=next_step or None)
-        is_list_complete = len(slow_ranks) < MAX_RANKS
-        if recovered and is_list_complete:
-            self._tell(RANKS_RECOVERED, ", ".join(f"rank {time.rank} on {time.host}" for time in recovered))
+            self._tell_slow([time for time in described.values() if time.rank in became_slow], len(became_slow))
+        recovered = [name for rank, name in slow_before.items() if rank not in self.slow_ranks]
+        if recovered:
+            self._tell(RANKS_RECOVERED, _join_some(recovered))
+
+    def _tell_slow(self, described: list[RankTime], num_ranks: int) -> None:
+        """Tell that `num_ranks` ranks have become slow, some of which are described."""
+        if not described:
+            self._tell("slow_rank", f"{num_ranks} more ranks are slow")
+            return
+        reason, _, next_step = described[0].text.partition("; next: ")
+        others = [str(time) for time in described[1:]]
+        num_more = num_ranks - len(described)
+        if num_more > 0:
+            others.append(f"{num_more} more")
+        if others:
+            reason += f"; and {', '.join(others)}"
+        self._tell("slow_rank", reason, next_step=next_step or None)
 
     def _take_records(self) -> list[Record]:
         """Return the new records of the log, and keep their numbers for the metrics."""
@@ -552,6 +569,13 @@ class LaunchObserver:
         )
         if alert is not None:
             self._send(alert)
+
+
+def _join_some(names: list[str]) -> str:
+    """Return names with commas between them, MAX_RANKS_LISTED at most, and how many more there are."""
+    text = ", ".join(names[:MAX_RANKS_LISTED])
+    num_more = len(names) - MAX_RANKS_LISTED
+    return f"{text} and {num_more} more" if num_more > 0 else text
 
 
 # ----------------------------------------------------------------------------------------------------- the process

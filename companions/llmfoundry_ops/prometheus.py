@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from llmfoundry_lite.checkpoint.run_log import Record, number_of
-from llmfoundry_ops.rank_times import RankTimes
+from llmfoundry_ops.rank_times import RankTime
 
 STATES = ("waiting", "running", "restarting", "done", "stopped", "preempted", "failed", "unknown")
 """States of a run. waiting: a launch has been started, and has not begun to train. restarting: the launcher starts
@@ -80,7 +80,7 @@ class Numbers:
     """Key of the log -> its newest number. What a save cost is only in the records of some batches, and stays."""
     validation: dict[str, float] = field(default_factory=dict)
     """Label of a validation set -> its newest loss."""
-    rank_times: RankTimes | None = None
+    rank_times: list[RankTime] | None = None
     """Times of the slowest ranks; None if no batch of this launch was measured."""
     num_slow_ranks: int = 0
 
@@ -153,12 +153,16 @@ class RunCollector(Collector):
             yield gauge("llmfoundry_slow_ranks", "Number of ranks that are slow.", numbers.num_slow_ranks)
 
 
-def _rank_metrics(run_name: str, times: RankTimes) -> Iterator[Metric]:
-    """Yield the times of ranks in the newest batch that was measured."""
+def _rank_metrics(run_name: str, times: list[RankTime]) -> Iterator[Metric]:
+    """Yield the times of the slowest ranks in the newest batch that was measured, and the medians of their stages."""
     median = GaugeMetricFamily(
-        "llmfoundry_rank_own_median_seconds", "Median over ranks of the time that each needs by itself.", labels=["run"]
+        "llmfoundry_rank_own_median_seconds",
+        "Median, over the ranks of a pipeline stage, of the time that each needs by itself.",
+        labels=["run", "stage"],
     )
-    median.add_metric([run_name], times.median_seconds)
+    medians = {rank.stage: rank.median_seconds for rank in times}
+    for stage, median_seconds in medians.items():
+        median.add_metric([run_name, str(stage)], median_seconds)
     yield median
 
     labels = ["run", "rank", "host"]
@@ -168,7 +172,7 @@ def _rank_metrics(run_name: str, times: RankTimes) -> Iterator[Metric]:
     waiting = GaugeMetricFamily(
         "llmfoundry_rank_waiting_seconds", "Time for which a rank then waits for the slowest one.", labels=labels
     )
-    for rank in times.ranks:
+    for rank in times:
         own.add_metric([run_name, str(rank.rank), rank.host], rank.own_seconds)
         waiting.add_metric([run_name, str(rank.rank), rank.host], rank.waiting_seconds)
     yield own

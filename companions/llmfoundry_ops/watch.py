@@ -17,7 +17,7 @@ from rich.text import Text
 from llmfoundry_lite import tables
 from llmfoundry_lite.checkpoint.run_log import console_line
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_PREEMPTED, printable
-from llmfoundry_ops.rank_times import read_slow_ranks
+from llmfoundry_ops.rank_times import read_all_slow_ranks, read_slow_ranks
 from llmfoundry_ops.runs import PATIENCE_SECONDS, RunState, SavedRun, open_run
 
 PIPE_SECONDS = 10.0
@@ -103,8 +103,9 @@ def line_of(run: RunState) -> str:
         parts.append(f"failed saves {run.failed_saves}: {run.save_error}")
     slow_ranks = [] if run.has_ended else read_slow_ranks(run.status)
     if slow_ranks:
-        others = f" and {len(slow_ranks) - 1} more" if len(slow_ranks) > 1 else ""
-        parts.append(f"slow: {slow_ranks[0]}{others}")
+        num_more = len(read_all_slow_ranks(run.status)) - 1
+        others = f" and {num_more} more" if num_more > 0 else ""
+        parts.append(f"slow: {max(slow_ranks, key=lambda time: time.ratio)}{others}")
     if run.read_error is not None:
         parts.append(run.read_error)
 

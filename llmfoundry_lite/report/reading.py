@@ -381,7 +381,7 @@ def _reason_not_to_open(location: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class SecondPlace:
+class RecordedFallback:
     """The `save_fallback` of a recorded configuration: where saves went while those to `save_folder` failed."""
 
     location: str
@@ -393,7 +393,7 @@ class SecondPlace:
 
 def read_second_place(
     folder: Folder, config: dict[str, Any] | None, allowed_protocols: Collection[str] = OBJECT_STORES
-) -> SecondPlace | None:
+) -> RecordedFallback | None:
     """List the checkpoints in a run's second place; None if its recorded configuration names none.
 
     Anybody may have written the configuration of the run in `folder`, so the place is opened by the same rule as its
@@ -403,17 +403,17 @@ def read_second_place(
     if not isinstance(location, str) or not location:
         return None
     if not may_open(location, folder, allowed_protocols):
-        return SecondPlace(location, [], f"{_reason_not_to_open(location)}; give that folder to list its saves")
+        return RecordedFallback(location, [], f"{_reason_not_to_open(location)}; give that folder to list its saves")
     try:
         opened = open_folder(location)
         if opened.path_here is not None and not opened.exists():
-            return SecondPlace(location, [], "not on this machine")
-        return SecondPlace(location, CheckpointStore(location).candidates(), "")
+            return RecordedFallback(location, [], "not on this machine")
+        return RecordedFallback(location, CheckpointStore(location).candidates(), "")
     except (CheckpointError, OSError) as error:
-        return SecondPlace(location, [], f"not readable here: {error}")
+        return RecordedFallback(location, [], f"not readable here: {error}")
 
 
-def describe_second_place(place: SecondPlace | None, newest: Checkpoint | None) -> list[str]:
+def describe_second_place(place: RecordedFallback | None, newest: Checkpoint | None) -> list[str]:
     """Return notes on a run's second place: its saves, and whether one is newer than `newest`, the newest of the first.
 
     There are none if the run has no second place, or no save is there.

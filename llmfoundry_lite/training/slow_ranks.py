@@ -13,7 +13,7 @@ MIN_SHARE_OF_BATCH = 0.05
 """A rank is slow only if it needs this part of a batch's time more than others. A smaller part is not worth a node, and
 times of a few milliseconds differ by chance."""
 MAX_RANKS_LISTED = 16
-"""Most ranks that status.json and the console name. A launch may have thousands."""
+"""Most ranks that status.json and the console describe. A launch may have thousands."""
 PARTS = ("forward", "data", "host")
 """Parts of a rank's own time, as messages and metrics name them."""
 CHECKS = {
@@ -48,6 +48,8 @@ class RankReport:
 
     rank: int
     host: str
+    stage: int
+    """Its pipeline stage. It is compared with the ranks that have the same one."""
     own: OwnTime
     median: OwnTime
     """The lower median of each part."""
@@ -66,7 +68,9 @@ class RankReport:
         return {
             "rank": self.rank,
             "host": self.host,
+            "stage": self.stage,
             "own_seconds": round(self.own.total, 6),
+            "median_seconds": round(self.median_seconds, 6),
             "waiting_seconds": round(self.waiting_seconds, 6),
             "ratio": round(self.ratio, 3),
         }
@@ -99,6 +103,8 @@ class SlowRanks:
         """The ranks that are slow, each with its newest report."""
         self._lines: dict[int, str] = {}
         """Slow rank -> the line with which it was named."""
+        self._named_at: dict[int, int] = {}
+        """Slow rank -> batch of the report by which it was named."""
         self._first_slow_batch: dict[int, int] = {}
         """Rank -> first batch of its slow reports in a row."""
         self._num_slow: dict[int, int] = {}
@@ -116,7 +122,7 @@ class SlowRanks:
             ranks_by_stage.setdefault(stage, []).append(rank)
 
         reports = []
-        for ranks in ranks_by_stage.values():
+        for stage, ranks in ranks_by_stage.items():
             if len(ranks) == 1:
                 continue
             times = [own_times[rank] for rank in ranks]
@@ -127,6 +133,7 @@ class SlowRanks:
                 report = RankReport(
                     rank=rank,
                     host=self.hosts[rank],
+                    stage=stage,
                     own=own_times[rank],
                     median=median,
                     median_seconds=median_seconds,
@@ -159,19 +166,20 @@ class SlowRanks:
                 if not is_slow:
                     self._num_sound[rank] = self._num_sound.get(rank, 0) + 1
                 if self._num_sound.get(rank, 0) >= self.num_reports:
-                    del self.named[rank], self._lines[rank], self._num_sound[rank]
+                    del self.named[rank], self._lines[rank], self._named_at[rank], self._num_sound[rank]
                     recovered.append(report)
             elif self._num_slow.get(rank, 0) >= self.num_reports:
                 self.named[rank] = report
                 self._lines[rank] = self._describe_slow(report)
+                self._named_at[rank] = batch
                 became_slow.append(report)
 
         news = [RankNews(self._lines[report.rank], SLOW_RANK) for report in became_slow[:MAX_RANKS_LISTED]]
         news += [RankNews(_describe_recovered(report), RECOVERED) for report in recovered[:MAX_RANKS_LISTED]]
-        num_left_out = len(became_slow) + len(recovered) - len(news)
-        if num_left_out:
-            event = SLOW_RANK if len(became_slow) > MAX_RANKS_LISTED else RECOVERED
-            news.append(RankNews(f"{num_left_out} more ranks have become slow, or have recovered", event))
+        if len(became_slow) > MAX_RANKS_LISTED:
+            news.append(RankNews(f"{len(became_slow) - MAX_RANKS_LISTED} more ranks are slow", SLOW_RANK))
+        if len(recovered) > MAX_RANKS_LISTED:
+            news.append(RankNews(f"{len(recovered) - MAX_RANKS_LISTED} more ranks are no longer slow", RECOVERED))
         return news
 
     def _describe_slow(self, report: RankReport) -> str:
@@ -186,32 +194,35 @@ class SlowRanks:
             )
 
         parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in zip(PARTS, own, strict=True))
-        since = f"in {self.num_reports} reports since batch {self._first_slow_batch[report.rank]}"
+        reports = "1 report" if self.num_reports == 1 else f"{self.num_reports} reports"
+        since = f"in {reports} since batch {self._first_slow_batch[report.rank]}"
         return (
-            f"rank {report.rank} on {report.host} is slow: {report.ratio:.1f} times the median's own time "
-            f"({own.total:.3f} s of {report.median_seconds:.3f} s; {parts}) {since}; next: {next_step}"
+            f"rank {report.rank} on {report.host} is slow: {_describe_ratio(report, parts)} {since}; next: {next_step}"
         )
 
     def facts(self, batch: int, reports: Sequence[RankReport]) -> dict[str, Any]:
         """Return what status.json has of a report: the times of the slowest ranks, and the ranks that are slow.
 
-        {"rank_times": {"batch": 900, "median_seconds": 0.229, "ranks": [{"rank": 5, "host": "gpu007", …}, …]},
-         "slow_ranks": [{"rank": 5, "host": "gpu007", …, "text": "rank 5 on gpu007 is slow: …"}]}
+        {"rank_times": {"batch": 900, "ranks": [{"rank": 5, "host": "gpu007", "own_seconds": 0.412, …}, …]},
+         "slow_ranks": [{"rank": 5, "host": "gpu007", …, "text": "rank 5 on gpu007 is slow: …"}],
+         "all_slow_ranks": [5]}
+
+        The slow ranks that were named last come first, because a reader has not seen them yet. `all_slow_ranks` has
+        the numbers of all, in order.
         """
-        ranks = [report.as_json() for report in reports[:MAX_RANKS_LISTED]]
-        median_seconds = round(reports[0].median_seconds, 6)
-        slowest_first = sorted(self.named.values(), key=lambda report: report.ratio, reverse=True)
-        slow_ranks = [
-            {**report.as_json(), "text": self._lines[report.rank]} for report in slowest_first[:MAX_RANKS_LISTED]
-        ]
+        newest_first = sorted(self.named, key=lambda rank: self._named_at[rank], reverse=True)
+        slow_ranks = []
+        for rank in newest_first[:MAX_RANKS_LISTED]:
+            slow_ranks.append({**self.named[rank].as_json(), "text": self._lines[rank]})
         return {
-            "rank_times": {"batch": batch, "median_seconds": median_seconds, "ranks": ranks},
+            "rank_times": {"batch": batch, "ranks": [report.as_json() for report in reports[:MAX_RANKS_LISTED]]},
             "slow_ranks": slow_ranks,
+            "all_slow_ranks": sorted(self.named),
         }
 
 
 def metrics_of(slowest: RankReport) -> dict[str, float]:
-    """Return the metrics of a report: the rank with the largest ratio, and its times beside the median's."""
+    """Return the metrics of a report: the rank with the largest ratio, and its times beside its stage's medians."""
     metrics: dict[str, float] = {"ranks/slowest": slowest.rank, "ranks/slowest_ratio": slowest.ratio}
     for name, own_part, median_part in zip(PARTS, slowest.own, slowest.median, strict=True):
         metrics[f"ranks/slowest_{name}_seconds"] = own_part
@@ -221,7 +232,12 @@ def metrics_of(slowest: RankReport) -> dict[str, float]:
 
 def _describe_recovered(report: RankReport) -> str:
     """Return a line about a rank that is not slow any more."""
-    return (
-        f"rank {report.rank} on {report.host} is no longer slow: {report.ratio:.1f} times the median's own time "
-        f"({report.own.total:.3f} s of {report.median_seconds:.3f} s)"
-    )
+    return f"rank {report.rank} on {report.host} is no longer slow: {_describe_ratio(report)}"
+
+
+def _describe_ratio(report: RankReport, parts: str = "") -> str:
+    """Return how slow a rank is: `1.8 times the median (0.412 s, median 0.229 s)`. `parts` are those of its time."""
+    times = f"{report.own.total:.3f} s, median {report.median_seconds:.3f} s"
+    if parts:
+        times += f"; {parts}"
+    return f"{report.ratio:.1f} times the median ({times})"

@@ -25,7 +25,7 @@ from llmfoundry_lite.training import rank_times
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.builders import build_rank_times
 from llmfoundry_lite.training.rank_times import RankTimes
-from llmfoundry_lite.training.slow_ranks import MAX_RANKS_LISTED, SLOW_RANK, OwnTime, SlowRanks, metrics_of
+from llmfoundry_lite.training.slow_ranks import MAX_RANKS_LISTED, RECOVERED, SLOW_RANK, OwnTime, SlowRanks, metrics_of
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
@@ -52,9 +52,9 @@ def test_a_rank_is_named_once_after_three_slow_reports_in_a_row():
     for batch in (300, 400):
         assert report(slow_ranks, batch, EVEN, EVEN, EVEN, SLOW) == []
     assert report(slow_ranks, 500, EVEN, EVEN, EVEN, SLOW) == [
-        "rank 3 on b is slow: 1.9 times the median's own time (0.420 s of 0.220 s; forward 0.400 s, data 0.010 s, host "
-        "0.010 s) in 3 reports since batch 300; next: check its device and other programs there (llmfoundry-lite "
-        "doctor); to leave the node out, run the same command again without it (srun --exclude=b)"
+        "rank 3 on b is slow: 1.9 times the median (0.420 s, median 0.220 s; forward 0.400 s, data 0.010 s, host 0.010 "
+        "s) in 3 reports since batch 300; next: check its device and other programs there (llmfoundry-lite doctor); to "
+        "leave the node out, run the same command again without it (srun --exclude=b)"
     ]
     assert report(slow_ranks, 600, EVEN, EVEN, EVEN, SLOW) == []
 
@@ -65,7 +65,7 @@ def test_a_slow_rank_has_recovered_after_as_many_sound_reports_in_a_row():
         report(slow_ranks, batch, EVEN, SLOW, EVEN)
     lines = [report(slow_ranks, batch, EVEN, own, EVEN) for batch, own in enumerate((EVEN, EVEN, SLOW, *[EVEN] * 3), 3)]
     assert lines[:5] == [[]] * 5
-    assert lines[5] == ["rank 1 on a is no longer slow: 1.0 times the median's own time (0.220 s of 0.220 s)"]
+    assert lines[5] == ["rank 1 on a is no longer slow: 1.0 times the median (0.220 s, median 0.220 s)"]
     assert slow_ranks.facts(8, slow_ranks.compare([EVEN] * 3))["slow_ranks"] == []
 
 
@@ -79,7 +79,7 @@ def test_a_slow_rank_has_recovered_after_as_many_sound_reports_in_a_row():
 def test_advice_is_about_the_part_that_is_slow_and_one_node_is_not_left_out(own, advice):
     slow_ranks = ranks(["a", "a"], num_reports=1)
     (line,) = report(slow_ranks, 100, EVEN, own)
-    assert line.endswith(f"next: {advice}")
+    assert line.endswith(f"in 1 report since batch 100; next: {advice}")
 
 
 def test_a_difference_that_a_batch_does_not_feel_is_none():
@@ -93,6 +93,8 @@ def test_ranks_are_compared_within_their_stage_of_a_pipeline():
     reports = slow_ranks.compare([SLOW, SLOW, EVEN, EVEN, SLOW])
     assert {report.ratio for report in reports} == {1.0}
     assert [report.rank for report in reports] == [0, 1, 2, 3]  # nobody has the same work as rank 4
+    described = slow_ranks.facts(100, reports)["rank_times"]["ranks"]
+    assert [(rank["stage"], rank["median_seconds"]) for rank in described] == [(0, 0.42)] * 2 + [(1, 0.22)] * 2
 
 
 def test_of_a_thousand_ranks_the_slowest_are_listed():
@@ -103,17 +105,37 @@ def test_of_a_thousand_ranks_the_slowest_are_listed():
     lines = [text for text, _ in news]
     assert {event for _, event in news} == {SLOW_RANK}
     assert lines[0].startswith("rank 999 on n124 is slow: 1.7 times")
-    assert len(lines) == MAX_RANKS_LISTED + 1 and lines[-1].endswith("more ranks have become slow, or have recovered")
+    assert len(lines) == MAX_RANKS_LISTED + 1
     facts = slow_ranks.facts(100, reports)
+    num_slow = len(facts["all_slow_ranks"])
+    assert lines[-1] == f"{num_slow - MAX_RANKS_LISTED} more ranks are slow"
+    assert facts["all_slow_ranks"] == [*range(1000 - num_slow, 1000)] and num_slow > 100
     assert len(facts["rank_times"]["ranks"]) == len(facts["slow_ranks"]) == MAX_RANKS_LISTED
     assert facts["rank_times"]["ranks"][0] == {
         "rank": 999,
         "host": "n124",
+        "stage": 0,
         "own_seconds": 1.199,
+        "median_seconds": 0.699,
         "waiting_seconds": 0.0,
         "ratio": 1.715,
     }
     assert metrics_of(reports[0])["ranks/slowest"] == 999
+
+    sound = slow_ranks.compare([EVEN] * 1000)
+    news = slow_ranks.note_reports(200, sound, BATCH_SECONDS)
+    assert {event for _, event in news} == {RECOVERED}
+    assert news[-1].text == f"{num_slow - MAX_RANKS_LISTED} more ranks are no longer slow"
+
+
+def test_ranks_that_were_named_last_are_described_first():
+    """A reader that has seen the earlier ones finds those that it does not know."""
+    slow_ranks = ranks(["a"] * 100, num_reports=1)
+    report(slow_ranks, 100, *[SLOW] * 20, *[EVEN] * 80)
+    report(slow_ranks, 200, *[SLOW] * 20, *[EVEN] * 79, SLOW)
+    facts = slow_ranks.facts(200, slow_ranks.compare([SLOW] * 20 + [EVEN] * 79 + [SLOW]))
+    assert [rank["rank"] for rank in facts["slow_ranks"]] == [99, *range(MAX_RANKS_LISTED - 1)]
+    assert facts["all_slow_ranks"] == [*range(20), 99]
 
 
 # --------------------------------------------------------------------------------------------------- what is measured

@@ -15,10 +15,11 @@ from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.ranks.ending import LOST_CONTACT
 from llmfoundry_lite.ranks.identity import describe_process
 from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, read_status, write_ended_early, write_status
+from llmfoundry_lite.training.slow_ranks import MAX_RANKS_LISTED
 from llmfoundry_ops.alerts import ALERTS, IN_A_ROW, STARTED, WAITING_STEP, WINDOW, LossSpikes, append_record
 from llmfoundry_ops.faults import FaultRecord
 from llmfoundry_ops.observer_process import FALLBACK_SECONDS, TOLD_LATE, LaunchObserver
-from llmfoundry_ops.rank_times import MAX_RANKS, read_rank_times, read_slow_ranks
+from llmfoundry_ops.rank_times import read_all_slow_ranks, read_rank_times, read_slow_ranks
 from tests.checkpoint.saves import write_draft
 
 
@@ -279,11 +280,10 @@ def test_no_progress_is_told_once_until_a_batch_comes(folder):
 
 
 def times_of_ranks(batch, *slow):
-    ranks = [
-        {"rank": rank, "host": f"gpu{rank}", "own_seconds": 0.4, "waiting_seconds": 0, "ratio": 1.8} for rank in slow
-    ]
+    times = {"stage": 0, "own_seconds": 0.4, "median_seconds": 0.2, "waiting_seconds": 0, "ratio": 1.8}
+    ranks = [{"rank": rank, "host": f"gpu{rank}", **times} for rank in slow[:MAX_RANKS_LISTED]]
     slow_ranks = [{**rank, "text": f"rank {rank['rank']} is slow: 1.8 times; next: check it"} for rank in ranks]
-    return {"rank_times": {"batch": batch, "median_seconds": 0.2, "ranks": ranks}, "slow_ranks": slow_ranks}
+    return {"rank_times": {"batch": batch, "ranks": ranks}, "slow_ranks": slow_ranks, "all_slow_ranks": [*slow]}
 
 
 def test_a_slow_rank_is_told_once_with_what_to_do_and_that_it_has_recovered(folder):
@@ -301,6 +301,22 @@ def test_a_slow_rank_is_told_once_with_what_to_do_and_that_it_has_recovered(fold
     assert launch.told[-1].reason == "rank 5 on gpu5"
 
 
+def test_of_many_slow_ranks_each_is_told_once(folder):
+    """The status describes those that were named last, so that others leave its list without having recovered."""
+    launch = Launch(folder)
+    launch.train(100, **times_of_ranks(100, *range(30)))
+    launch.look()
+    assert launch.told[-1].reason.endswith("rank 15 on gpu15 (1.8 times the median), 14 more")
+    launch.train(200, **times_of_ranks(200, *reversed(range(30))))
+    assert launch.look() == ["began", "slow_rank"] and len(launch.observer.slow_ranks) == 30
+    launch.train(300, **times_of_ranks(300, 40, *range(1, 30)))
+    assert launch.look() == ["began", "slow_rank", "slow_rank", "ranks_recovered"]
+    assert [alert.reason for alert in launch.told[-2:]] == ["rank 40 is slow: 1.8 times", "rank 0 on gpu0"]
+    launch.train(400, **times_of_ranks(400))
+    launch.look()
+    assert launch.told[-1].reason.endswith("rank 15 on gpu15 and 14 more")
+
+
 def test_a_rank_that_is_started_again_has_not_recovered(folder):
     launch = Launch(folder)
     launch.train(200, **times_of_ranks(200, 5))
@@ -315,12 +331,14 @@ def test_a_rank_that_is_started_again_has_not_recovered(folder):
 
 def test_times_of_ranks_that_nobody_has_measured_are_skipped(folder):
     (sound,) = times_of_ranks(100, 5)["slow_ranks"]
-    wrong = [3, {}, {**sound, "rank": True}, {**sound, "ratio": "x"}, {**sound, "host": None}]
+    wrong = [3, {}, {**sound, "rank": True}, {**sound, "ratio": "x"}, {**sound, "host": None}, {**sound, "stage": 1.0}]
     assert [time.rank for time in read_slow_ranks({"slow_ranks": [*wrong, sound]})] == [5]
-    for times in (None, 3, {}, {"batch": "x", "median_seconds": 1}, {"batch": 1, "median_seconds": None}):
+    for times in (None, 3, {}, {"batch": "x"}):
         assert read_rank_times({"rank_times": times}) is None
-    assert read_rank_times({"rank_times": {"batch": 1, "median_seconds": 1, "ranks": 7}}) is not None
-    assert len(read_slow_ranks({"slow_ranks": [sound] * 1000})) == MAX_RANKS
+    assert read_rank_times({"rank_times": {"batch": 1, "ranks": 7}}) == []
+    assert len(read_slow_ranks({"slow_ranks": [sound] * 1000})) == MAX_RANKS_LISTED
+    assert read_all_slow_ranks({"all_slow_ranks": 3}) == []
+    assert read_all_slow_ranks({"all_slow_ranks": [3, "x", True, None, 5]}) == [3, 5]
 
 
 def test_ranks_that_the_launcher_starts_again_are_a_restart_not_an_end(folder):

@@ -17,7 +17,7 @@ from llmfoundry_ops.console import (
     MAX_OBJECT_BYTES,
     JsonText,
     LineSource,
-    Messages,
+    MessageSplitter,
     build_object,
     level_of,
     text_of,
@@ -92,7 +92,7 @@ def test_a_traceback_is_one_object(stream):
     ],
 )
 def test_text_is_divided_into_messages(written, expected):
-    messages = Messages()
+    messages = MessageSplitter()
     found = [message for text in written for message in messages.add(text)]
     assert found == expected
     assert not messages.is_incomplete

@@ -2,13 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmfoundry_ops.prometheus import LOGGED, STATES, Numbers, RunCollector
-from llmfoundry_ops.rank_times import RankTime, RankTimes
+from llmfoundry_ops.rank_times import RankTime
 from tests.helpers.launch import ROOT
 
 DASHBOARD = ROOT / "docs/grafana-dashboard.json"
@@ -21,9 +22,9 @@ def numbers():
     numbers.saved_at = 1.0
     numbers.logged = dict(LINE)
     numbers.validation = {"": 2.5, "books": 3.5}
-    slow = RankTime(rank=5, host="gpu007", own_seconds=0.4, waiting_seconds=0.0, ratio=2.0)
-    even = RankTime(rank=6, host="gpu007", own_seconds=0.2, waiting_seconds=0.2, ratio=1.0)
-    numbers.rank_times = RankTimes(batch=100, median_seconds=0.2, ranks=(slow, even))
+    slow = RankTime(rank=5, host="gpu007", stage=0, own_seconds=0.4, median_seconds=0.2, waiting_seconds=0.0, ratio=2.0)
+    even = replace(slow, rank=6, stage=1, own_seconds=0.2, median_seconds=0.1, waiting_seconds=0.2)
+    numbers.rank_times = [slow, even]
     numbers.num_slow_ranks = 1
     return numbers
 
@@ -45,7 +46,9 @@ def test_numbers_of_the_run_are_metrics_with_its_name(numbers):
     assert {sample.labels["run"] for sample in samples} == {'a"b'}
     losses = {s.labels["set"]: s.value for s in samples if s.name == "llmfoundry_validation_loss"}
     assert losses == {"": 2.5, "books": 3.5}
-    assert (values["llmfoundry_slow_ranks"], values["llmfoundry_rank_own_median_seconds"]) == (1, 0.2)
+    assert values["llmfoundry_slow_ranks"] == 1
+    medians = {s.labels["stage"]: s.value for s in samples if s.name == "llmfoundry_rank_own_median_seconds"}
+    assert medians == {"0": 0.2, "1": 0.1}
     waiting = {s.labels["rank"]: s.value for s in samples if s.name == "llmfoundry_rank_waiting_seconds"}
     own = {s.labels["rank"]: s.value for s in samples if s.name == "llmfoundry_rank_own_seconds"}
     assert (own, waiting) == ({"5": 0.4, "6": 0.2}, {"5": 0.0, "6": 0.2})

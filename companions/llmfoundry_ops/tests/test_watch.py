@@ -69,12 +69,12 @@ def test_a_pipe_gets_a_line_whenever_the_run_is_further_and_its_end(run):
 
 def test_a_slow_rank_is_shown_while_the_run_trains(run):
     append(run, 3)
-    times = {"own_seconds": 0.4, "waiting_seconds": 0.0, "ratio": 1.8}
-    slow_ranks = [{"rank": rank, "host": "gpu007", **times} for rank in (5, 6, 7)]
-    write_status(run, "running", 3, slow_ranks=slow_ranks)
+    times = {"stage": 0, "own_seconds": 0.4, "median_seconds": 0.2, "waiting_seconds": 0.0}
+    slow_ranks = [{"rank": rank, "host": "gpu007", "ratio": 2.3 - rank / 10, **times} for rank in (7, 5, 6)]
+    write_status(run, "running", 3, slow_ranks=slow_ranks, all_slow_ranks=[*range(20)])
     live = runs.LiveRun(run)
     live.look()
-    assert line_of(live).endswith("· slow: rank 5 on gpu007 (1.8 times the median) and 2 more")
+    assert line_of(live).endswith("· slow: rank 5 on gpu007 (1.8 times the median) and 19 more")
     write_status(run, "done", 4, slow_ranks=slow_ranks)
     live.look()
     assert "slow" not in line_of(live)
