@@ -2,10 +2,10 @@
 
     python -m benchmarks start --num-rounds 5 --out results
 
-The run has two ranks. The clock stops when the record of the first batch after the save is written. In the same rounds,
-`import composer` alone is timed: imports are most of a start, and their time depends on the machine. One round before
-the first is not timed; it compiles what is imported. Drawing the initial weights is timed separately, with one thread
-and with one for each core.
+The run has two ranks, or one for launchers that start a single process. The clock stops when the record of the first
+batch after the save is written. In the same rounds, `import composer` alone is timed: imports are most of a start, and
+their time depends on the machine. One round before the first is not timed; it compiles what is imported. Drawing the
+initial weights is timed separately, with one thread and with one for each core.
 """
 
 import os
@@ -36,6 +36,8 @@ LAUNCHERS = {
         *("-m", "llmfoundry_lite.launch_train"),
     ),
     "llmfoundry-lite train -n 2": (PYTHON, "-m", "llmfoundry_lite", "train", "-n", "2"),
+    "llmfoundry-lite train, 1 process": (PYTHON, "-m", "llmfoundry_lite", "train"),
+    "python -m llmfoundry_lite.launch_train, 1 process": (PYTHON, "-m", "llmfoundry_lite.launch_train"),
 }
 BATCHES_SAVED = 2
 """Batches of the run that is resumed."""
@@ -91,7 +93,7 @@ def run(shape: str = "10m", seq_len: int = 128, num_rounds: int = 5, out: Path |
         | {"num_rounds": num_rounds, "seconds": seconds_by_launcher, "weights_seconds": weights_seconds}
     )
     table = frame.measured_table(
-        "Time from the command to the first batch of a resumed run, 2 ranks",
+        "Time from the command to the first batch of a resumed run",
         ("", "seconds", "times the import"),
         [
             (name, str(frame.spread(seconds)), str(frame.ratios(seconds, seconds_by_launcher[IMPORT])))

@@ -274,21 +274,19 @@ def _describe_optimizer(config: TrainConfig) -> str:
     decoupled_adamw, lr 0.0002, weight decay 1e-05, cosine_with_warmup, warm-up 100ba, gradients clipped at 1
     """
     optimizer = config.optimizer
+    recorded = as_dict(config)  # arguments of the user's own parts are shown as they are recorded, without secrets
     facts = [f"{optimizer.name}, lr {optimizer.lr:g}"]
     if optimizer.adamw_lr is not None:
         facts.append(f"adamw_lr {optimizer.adamw_lr:g}")
     if is_own(optimizer.name):
-        # Arguments as they are recorded, without secrets.
-        arguments = as_dict(config)["optimizer"]["kwargs"]
-        facts += [f"{key} {value}" for key, value in arguments.items()]
+        facts += [f"{key} {value}" for key, value in recorded["optimizer"]["kwargs"].items()]
         facts.append("its own defaults for all else")
     else:
         facts.append(f"weight decay {optimizer.decay:g}")
 
     facts.append(config.scheduler.name)
     if is_own(config.scheduler.name):
-        schedule_arguments = as_dict(config)["scheduler"].get("kwargs", {})
-        facts += [f"{key} {value}" for key, value in schedule_arguments.items()]
+        facts += [f"{key} {value}" for key, value in recorded["scheduler"].get("kwargs", {}).items()]
     if config.scheduler.t_warmup.value:
         facts.append(f"warm-up {config.scheduler.t_warmup.written}")
     clipping = config.algorithms.gradient_clipping

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.blocks import missing_blocks
-from llmfoundry_lite.config.fields import REQUIRED, Rule, join_key, keys_of, settings_along
+from llmfoundry_lite.config.fields import REQUIRED, Rule, join_key, keys_of, settings_along, without_our_keys
 from llmfoundry_lite.config.layers import find_value, leaf_keys
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.optimizer_schema import without_our_keys
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.own_code import is_own

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from llmfoundry_lite.config.fields import (
     NON_NEGATIVE,
+    NOT_GIVEN_TO_OWN,
     POSITIVE,
     REQUIRED,
     Check,
@@ -196,7 +197,7 @@ class TextDatasetConfig:
 
 FROM_YAML = Use(
     has_effect=lambda loader, _: loader.name == "text",
-    reason="{block.name} is not given it; kwargs passes arguments of that name",
+    reason=f"{{block.name}} is not given it; {NOT_GIVEN_TO_OWN}",
 )
 BY_WORKERS = Use(
     has_effect=lambda loader, _: loader.num_workers > 0 or loader.name != "text",

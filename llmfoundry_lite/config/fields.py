@@ -51,7 +51,7 @@ class Use:
     """Function of the key's block and the whole configuration, which returns whether the key has an effect."""
     reason: str
     """Why the key has no effect otherwise. `{block.name}` and `{run.precision}` stand for their values, `{path}` for
-    the block's dotted key."""
+    the block's dotted key, and `{key}` for the key's name in it."""
     is_refused: bool = False
     even_default: bool = False
     """Whether a user who writes the default expects an effect too, so that it is noted."""
@@ -176,7 +176,7 @@ def only_with(*names: str, is_refused: bool = True) -> Use:
 
 
 def only_with_own(part: str, key: str = "name") -> Use:
-    """Return the condition for arguments that only a part of the user's own is given, which `key` in its block names.
+    """Return the condition for `kwargs`, which have an effect only if `key` beside them names code of the user's own.
 
     For example, `optimizer.kwargs` has `only_with_own("optimizer")`. `part` is a word for the part, for the error.
     """
@@ -185,6 +185,23 @@ def only_with_own(part: str, key: str = "name") -> Use:
         reason=f"only a python: {part} is given them, and {{path}}.{key} is {{block.{key}}}; remove it",
         is_refused=True,
     )
+
+
+NOT_GIVEN_TO_OWN = "remove it, or pass it with {path}.kwargs.{key}"
+"""End of the reason why a key of ours has no effect beside code of the user's own, which is not given it."""
+KEYS_OF_OWN_OBJECTS = ("name", "lr", "num_workers", "drop_last", "kwargs")
+"""Keys that an optimizer, a schedule or a loader of the user's own has in a YAML. A configuration has keys of ours too,
+with their defaults."""
+
+
+def without_our_keys(block: Any) -> Any:
+    """Return the block of a user's own optimizer, schedule or loader without the keys that only ours have.
+
+    Its arguments are in `kwargs`, and it does not get our `betas` or `t_warmup`. Any other value is returned unchanged.
+    """
+    if not isinstance(block, dict) or not is_own(block.get("name")):
+        return block
+    return {key: block[key] for key in KEYS_OF_OWN_OBJECTS if key in block}
 
 
 # ------------------------------------------------------------------------------------------------- checks

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from llmfoundry_lite.config.blocks import given_blocks, missing_blocks
 from llmfoundry_lite.config.build import build_block, check_import_path, refuse_other_kinds
 from llmfoundry_lite.config.callbacks_schema import AlertsConfig
 from llmfoundry_lite.config.check import check_together
-from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.fields import RUN_NAME, keys_of
 from llmfoundry_lite.config.layers import (
     ConfigLayer,
@@ -30,11 +29,10 @@ from llmfoundry_lite.config.layers import (
     source_of,
 )
 from llmfoundry_lite.config.merge import merge_layers
-from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig
+from llmfoundry_lite.config.own_arguments import collect_own_arguments, collect_part_arguments, drop_keys_of_other_parts
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.surprises import find_surprises
 from llmfoundry_lite.errors import ConfigError, join_with_or
-from llmfoundry_lite.own_code import is_own
 
 FOLDERS_WITH_RUN_NAME = (
     *("run_folder", "save_folder", "save_fallback", "load_path", "loggers.tensorboard.log_dir"),
@@ -108,7 +106,8 @@ def load_train_config(
     refuse_code_of_overlays(layers, values)
 
     # Arguments of the user's own parts of the model may have the names of keys that are dropped or refused next.
-    _collect_part_arguments(values)
+    notes += drop_keys_of_other_parts(values, layers)
+    collect_part_arguments(values)
 
     # Refuse keys of LLM Foundry that this package does not have, or drop them with a note.
     with naming_source(layers):
@@ -129,8 +128,7 @@ def load_train_config(
     _set_names(values, layers, environ)
 
     # Build the dataclasses, which checks each key by itself. Arguments of the user's own objects have no schema.
-    notes += _drop_keys_of_other_schedule(values, layers)
-    _collect_own_arguments(values)
+    collect_own_arguments(values)
     config = build_block(TrainConfig, values, "", layers)
     with naming_source(layers):
         for import_path in config.callbacks.extra:
@@ -310,96 +308,3 @@ def _default_run_folder(values: Mapping[str, Any]) -> str:
         if folder_of_launch:
             parts.append(str(folder_of_launch))
     return "/".join(parts)
-
-
-def _collect_own_arguments(values: dict[str, Any]) -> None:
-    """Move the arguments of a user's own `python:` objects into `kwargs` or `extra`, whose keys are not checked.
-
-    The objects are the optimizer, the schedule, loaders, callbacks and loggers. Changes `values` in place:
-
-        optimizer: {name: python:my.module:Sgd, lr: 0.1, nesterov: true}      # becomes
-        optimizer: {name: python:my.module:Sgd, lr: 0.1, kwargs: {nesterov: true}}
-
-        callbacks: {python:my.module:Log: {every: 10}}                        # becomes
-        callbacks: {extra: {python:my.module:Log: {every: 10}}}
-    """
-    # The user's optimizer or schedule may have an argument of the same name as a key of ours, such as `betas`, so only
-    # the first keys stay. All keys of a loader stay, because they may come from a hardware overlay.
-    _move_arguments(values.get("optimizer"), "name", {"name", "lr", "kwargs"})
-    _move_arguments(values.get("scheduler"), "name", {"name", "kwargs"})
-    loaders = [values.get("train_loader"), values.get("eval_loader")]
-    named_loaders = values.get("eval_loaders")
-    if isinstance(named_loaders, dict):
-        loaders += named_loaders.values()
-    for loader in loaders:
-        _move_arguments(loader, "name", keys_of(LoaderConfig))
-
-    # The key of a callback or a logger is its import path, and its value is the block of its arguments, or null.
-    for block in (values.get("callbacks"), values.get("loggers")):
-        if not isinstance(block, dict):
-            continue
-        import_paths = [key for key in block if is_own(key)]
-        if import_paths and isinstance(block.get("extra") or {}, dict):  # the schema refuses another `extra`
-            own_objects = {path: block.pop(path) or {} for path in import_paths}
-            block["extra"] = {**(block.get("extra") or {}), **own_objects}
-
-
-def _drop_keys_of_other_schedule(values: dict[str, Any], layers: Sequence[ConfigLayer]) -> list[str]:
-    """Remove keys of the block `scheduler` that files set before another one named a schedule of the user's own.
-
-    They are settings of another schedule, such as the warm-up of a base YAML's cosine, and no key of a later file or of
-    the command line could remove them. Changes `values` in place. Returns a note about them, if there are any.
-    """
-    schedule = values.get("scheduler")
-    if not isinstance(schedule, dict) or not is_own(schedule.get("name")):
-        return []
-
-    # Find the first of the last files that name this schedule.
-    first_with_schedule = 0
-    name_in_layer = None
-    for index, layer in enumerate(layers):
-        is_named, name = find_value(layer.values, "scheduler.name")
-        if is_named and name != name_in_layer:
-            first_with_schedule = index
-            name_in_layer = name
-    layers_with_schedule = layers[first_with_schedule:]
-
-    dropped = []
-    for key in list(schedule):
-        is_of_schedule = any(find_value(layer.values, f"scheduler.{key}")[0] for layer in layers_with_schedule)
-        if key not in ("name", "kwargs") and not is_of_schedule:
-            del schedule[key]
-            dropped.append(key)
-    if not dropped:
-        return []
-    return [
-        f"{layers_with_schedule[0].source}: scheduler.name: {schedule['name']} is not given {', '.join(dropped)}, "
-        "which an earlier file sets for another schedule; to pass them, give them with the name"
-    ]
-
-
-def _collect_part_arguments(values: dict[str, Any]) -> None:
-    """Move the arguments of the user's own feed-forward layer and attention into `kwargs`. Changes `values` in place.
-
-    ffn_config: {ffn_type: python:my.layers:Mixed, depth: 2}      # becomes
-    ffn_config: {ffn_type: python:my.layers:Mixed, kwargs: {depth: 2}}
-    """
-    model = values.get("model")
-    if isinstance(model, dict):
-        _move_arguments(model.get("ffn_config"), "ffn_type", keys_of(FFNConfig))
-        _move_arguments(model.get("attn_config"), "attn_type", keys_of(AttentionConfig))
-
-
-def _move_arguments(block: Any, name_key: str, known_keys: Collection[str]) -> None:
-    """Move the keys of a block that are not in `known_keys` into its `kwargs`, if it names a user's own object.
-
-    `name_key` is the key of the name. Changes the block in place. Blocks of our own objects, and values that are not
-    blocks, are left alone.
-    """
-    if not isinstance(block, dict) or not is_own(block.get(name_key)):
-        return
-    kwargs = block.get("kwargs") or {}
-    if not isinstance(kwargs, dict):
-        return  # the schema refuses it
-    arguments = {key: block.pop(key) for key in list(block) if key not in known_keys}
-    block["kwargs"] = {**kwargs, **arguments}

@@ -11,6 +11,7 @@ from typing import Any
 
 from llmfoundry_lite.config.fields import (
     NON_NEGATIVE,
+    NOT_GIVEN_TO_OWN,
     POSITIVE,
     PROBABILITY,
     Use,
@@ -110,7 +111,7 @@ NORMS_OF_Q_AND_K = (
 OWN_NORM = only_with_own("norm", "norm_type")
 OWN_ATTENTION = only_with_own("attention", "attn_type")
 OWN_FFN = only_with_own("ffn_type", "ffn_type")
-NOT_FOR_OWN_FFN = "{block.ffn_type} is not given it; {path}.kwargs passes arguments of that name"
+NOT_FOR_OWN_FFN = f"{{block.ffn_type}} is not given it; {NOT_GIVEN_TO_OWN}"
 OF_OUR_FFN = (
     Use(has_effect=lambda ffn, _: not is_own(ffn.ffn_type), reason=NOT_FOR_OWN_FFN, is_refused=True),
     # A record has the defaults, so these are only noted.

@@ -15,7 +15,6 @@ from llmfoundry_lite.config.fields import (
     validator,
 )
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration
-from llmfoundry_lite.own_code import is_own
 
 NEWTON_SCHULZ_STEPS = 5
 """Default of muon's ns_steps, the iterations of Newton and Schulz's method."""
@@ -115,14 +114,3 @@ class SchedulerConfig:
     """Multiplier at the end of the cool-down."""
     kwargs: dict[str, Any] = setting(dict, uses=(OWN_SCHEDULE,))
     """Arguments of a `python:` schedule."""
-
-
-def without_our_keys(block: dict[str, Any]) -> dict[str, Any]:
-    """Return the block of an optimizer or a schedule in a record, without the keys that have no effect.
-
-    A user's own `python:` optimizer does not get our `betas` or `weight_decay`, and a schedule no `t_warmup`. Their
-    arguments are in `kwargs`. All keys of our own ones stay.
-    """
-    if not is_own(block.get("name")):
-        return block
-    return {key: block[key] for key in ("name", "lr", "kwargs") if key in block}

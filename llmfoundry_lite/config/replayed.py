@@ -9,16 +9,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from llmfoundry_lite.config.data_schema import OF_THE_MODEL
-from llmfoundry_lite.config.fields import join_key, keys_of
+from llmfoundry_lite.config.fields import join_key, keys_of, without_our_keys
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, is_masked
 from llmfoundry_lite.own_code import is_own
 
 PLAIN_COMPILE_KEYS = ("backend", "dynamic", "fullgraph", "mode")
 """Arguments of torch.compile that are safe to use: its `options` may name compilers, by their paths."""
-KEYS_OF_CODE = ("name", "lr", "num_workers", "drop_last", "kwargs")
-"""Keys that a user's own optimizer or loader (`python:…`) has in a YAML. `schema.as_dict` records keys of ours too,
-which must not be passed to the user's object."""
 MAX_QUOTED = 60
 """Maximum number of characters of a recorded text in an error."""
 
@@ -108,25 +105,14 @@ def as_given(values: Mapping[str, Any]) -> dict[str, Any]:
 
     A record has every key of a block, and a launch refuses most of them beside a user's own optimizer or loader.
     """
-    return {name: _without_our_keys(block) for name, block in values.items()}
-
-
-def _without_our_keys(block: Any) -> Any:
-    """Return the block of a user's own optimizer or loader (`name: python:…`) without the keys that only ours have.
-
-    Any other value is returned unchanged.
-    """
-    if not isinstance(block, dict) or "kwargs" not in block:
-        return block
-    is_own_object = is_own(block.get("name"))
-    if not is_own_object:
-        return block
-
-    kept = {key: block[key] for key in KEYS_OF_CODE if key in block}
-    dataset = block.get("dataset")
-    if isinstance(dataset, dict):
-        kept["dataset"] = {key: value for key, value in dataset.items() if key in OF_THE_MODEL}
-    return kept
+    given: dict[str, Any] = {}
+    for name, recorded in values.items():
+        given[name] = without_our_keys(recorded)
+        is_of_own_object = given[name] is not recorded
+        if is_of_own_object and isinstance(recorded.get("dataset"), dict):
+            dataset = recorded["dataset"]
+            given[name]["dataset"] = {key: value for key, value in dataset.items() if key in OF_THE_MODEL}
+    return given
 
 
 def find_code(values: Mapping[str, Any]) -> Iterator[str]:

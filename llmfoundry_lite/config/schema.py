@@ -28,9 +28,10 @@ from llmfoundry_lite.config.fields import (
     setting,
     validator,
     without_empty,
+    without_our_keys,
 )
 from llmfoundry_lite.config.model_schema import ARGUMENTS_OF_OWN_PARTS, ModelConfig
-from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, SchedulerConfig, without_our_keys
+from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, SchedulerConfig
 from llmfoundry_lite.config.scalars import FromEnvironment, map_texts
 from llmfoundry_lite.config.sharding_schema import (
     ContextParallelConfig,

@@ -77,7 +77,7 @@ def find_unused_keys(
         for condition in conditions:
             asks_for_effect = as_yaml(value) != key.default or condition.even_default
             if asks_for_effect and not condition.has_effect(block, config):
-                reason = condition.reason.format(block=block, run=config, path=path)
+                reason = condition.reason.format(block=block, run=config, path=path, key=name)
                 yield Unused(key=join_key(path, name), reason=reason, is_refused=condition.is_refused)
                 break
 

@@ -188,7 +188,8 @@ def read_hf_config(folder: Path) -> HFConfig:
 
 def describe_export_problem(config: ModelConfig) -> str | None:
     """Return why a model cannot be exported, and what to do about it, as the text of an error; None if it can be."""
-    for key, name in config.own_parts.items():
+    if config.own_parts:
+        key, name = next(iter(config.own_parts.items()))
         return (
             f"model.{key}: {name} is code of your own, and no format of transformers has it; keep the training "
             "checkpoint, which holds everything"
@@ -303,7 +304,8 @@ def read_checked_config(
         config = read_model_config(hf_config, state, hf_format, location)
         build_block(ModelConfig, asdict(config), "model")  # checks types and ranges
         check_model(config)  # checks options against each other
-        for key, name in config.own_parts.items():
+        if config.own_parts:
+            key, name = next(iter(config.own_parts.items()))
             raise ExportError(
                 f"{location}: config.json names code, {name}, for model.{key}, and code of a folder is never run"
             )

@@ -122,7 +122,7 @@ class TextDataset(IterableDataset):
         self.first_batches = first_batches(
             config, "train_loader.dataset", max_duration, global_batch_size, self.max_seq_len
         )
-        self.shards = OpenedShards(
+        self._opened = OpenedShards(  # kept, because it holds the locks of the folders
             config,
             max_seq_len=self.max_seq_len,
             global_batch_size=global_batch_size,
@@ -132,9 +132,10 @@ class TextDataset(IterableDataset):
             has_tokenizer=tokenizer is not None,
             max_samples=max_samples,
         )
-        self.folders = self.shards.folders
-        self.cache = self.shards.cache
-        self.stages = self.shards.stages
+        self.folders = self._opened.folders
+        self.cache = self._opened.cache
+        self.stages = self._opened.stages
+        self.first_sample_of_shard = self._opened.first_sample_of_shard
 
     # State and epochs -------------------------------------------------------------------------------------------------
 
@@ -370,8 +371,8 @@ class TextDataset(IterableDataset):
 
     def locate_sample(self, sample_id: int) -> tuple[int, int]:
         """Return the index of the shard that contains a sample, and the sample's index in the shard."""
-        shard = int(self.shards.first_sample_of_shard.searchsorted(sample_id, "right")) - 1
-        return shard, sample_id - int(self.shards.first_sample_of_shard[shard])
+        shard = int(self.first_sample_of_shard.searchsorted(sample_id, "right")) - 1
+        return shard, sample_id - int(self.first_sample_of_shard[shard])
 
     def read_sample(self, shard: int, sample: int) -> Tensor:
         """Return the token ids of a sample, int64 [max_seq_len], fetching its shard if needed. Raises DataError."""

@@ -66,8 +66,6 @@ class Placement(NamedTuple):
     device: torch.device
     shard: Shard | None
     """None: the whole model is on this rank's device."""
-    trusts_code: bool = False
-    """Whether parts of the model may be code that a checkpoint names."""
 
 
 @dataclass(kw_only=True)
@@ -184,7 +182,7 @@ def locate_model(
     Raises CheckpointError if no checkpoint is intact, DataError if there is no model or no tokenizer, and ConfigError
     if a companion package is needed and missing.
     """
-    placement = Placement(DTYPES[precision], device, shard, trusts_code)
+    placement = Placement(DTYPES[precision], device, shard)
 
     # A companion fetches a model on the Hub into a local folder.
     if source.startswith("hf:"):
@@ -202,14 +200,15 @@ def locate_model(
             )
         if (folder / "config.json").is_file():
             return _find_folder(source, folder, tokenizer, placement)
-    return _find_in_run(source, tokenizer, placement)
+    return _find_in_run(source, tokenizer, placement, trusts_code=trusts_code)
 
 
-def _find_in_run(source: str, tokenizer_name: str | None, placement: Placement) -> LocatedModel:
+def _find_in_run(source: str, tokenizer_name: str | None, placement: Placement, *, trusts_code: bool) -> LocatedModel:
     """Return the model of a checkpoint, or of the newest intact checkpoint of a run, with its tokenizer.
 
     source: path or URL of the checkpoint or the run.
     tokenizer_name: a tokenizer to use in place of the one that the run recorded; None for the recorded one.
+    trusts_code: run code that the checkpoint names for parts of its model.
 
     Lines about newer checkpoints that are damaged become notes of the model. Raises DataError if there is no checkpoint
     or no tokenizer, and CheckpointError if the checkpoint is damaged.
@@ -218,7 +217,7 @@ def _find_in_run(source: str, tokenizer_name: str | None, placement: Placement) 
     if checkpoint is None:
         raise DataError(f"models: {source} holds neither a checkpoint nor the config.json of a Hugging Face model")
     manifest = checkpoint.manifest
-    config = model_config_of(checkpoint, trusts_code=placement.trusts_code)
+    config = model_config_of(checkpoint, trusts_code=trusts_code)
 
     # The recorded tokenizer may have been on another machine.
     tokenizer = find_tokenizer(manifest.config, checkpoint, f"models: {source}", tokenizer_name)

@@ -453,15 +453,14 @@ class OwnAttention(Protocol):
         """
 
 
-def add_implementation(name: str) -> str:
-    """Add the user's own function to IMPLEMENTATIONS, under its import path `name`, which is returned.
+def add_implementation(name: str) -> None:
+    """Add the user's own function to IMPLEMENTATIONS, under its import path `name`.
 
     Raises ConfigError if the function cannot be imported, or its code is not trusted.
     """
     with torch.device("cpu"):  # the model may be built on the meta device, where the module's tensors have no values
         function: OwnAttention = import_object(name, "model.attn_config.attn_impl")
     IMPLEMENTATIONS[name] = partial(_attend_own, function)
-    return name
 
 
 def _attend_own(

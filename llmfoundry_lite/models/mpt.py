@@ -97,7 +97,8 @@ class Transformer(nn.Module):
         self.config = config
         if is_own(config.attn_config.attn_impl):
             # A function of the user's own may compute something else than ours, so it is used wherever the model is.
-            attn_impl = add_implementation(config.attn_config.attn_impl)
+            attn_impl = config.attn_config.attn_impl
+            add_implementation(attn_impl)
         self.attn_impl = attn_impl
         self.wte = nn.Embedding(config.vocab_size, config.d_model)
         if config.uses_learned_positions:

@@ -157,12 +157,16 @@ def _adopt(part: Any, name: str, key: str, *, is_norm: bool = False) -> nn.Modul
     if hasattr(part, MARK):
         raise ConfigError(f"{key}: {name} returns the same module twice, expected a new one for each place")
     setattr(part, MARK, OwnPart(name, key, is_norm))
-    for buffer_name, _ in part.named_buffers():
+    buffer = next(part.named_buffers(), None)
+    if buffer is not None:
+        buffer_name, _ = buffer
         raise ConfigError(
             f"{key}: {name} has a buffer, {buffer_name}, which no checkpoint holds; keep a number, and make the tensor "
             "in forward, or make it a parameter"
         )
-    for attribute, kind in _find_unregistered(part):
+    unregistered = next(_find_unregistered(part), None)
+    if unregistered is not None:
+        attribute, kind = unregistered
         raise ConfigError(
             f"{key}: {name}: its attribute {attribute} has a {kind} that is not registered, so it gets no memory; "
             "make tensors in forward, and keep parameters and layers in nn.ParameterList and nn.ModuleList"

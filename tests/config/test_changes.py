@@ -246,7 +246,7 @@ def test_launches_of_one_run_share_what_may_change_by_being_said_and_not_what_ma
 def test_a_user_s_own_optimizer_is_recorded_with_what_it_is_given():
     own = ["optimizer={name: 'python:my.optim:Own', lr: 0.1, betas: [0.9, 0.99, 0.999], weight_decay: 0.3}"]
     recorded = resolved(*own)
-    given = {"betas": [0.9, 0.99, 0.999], "eps": 1e-8, "weight_decay": 0.3}
+    given = {"betas": [0.9, 0.99, 0.999], "weight_decay": 0.3}  # and no `eps`, which the file sets for AdamW
     assert recorded["optimizer"] == {"name": "python:my.optim:Own", "lr": 0.1, "kwargs": given}
     ours = {"betas": None, "eps": 1e-8, "weight_decay": 0.0, "momentum": None}  # other releases recorded these too
     before = {**recorded, "optimizer": {**recorded["optimizer"], **ours}}

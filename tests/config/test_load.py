@@ -506,8 +506,8 @@ def test_objects_of_ones_own_keep_their_keyword_arguments():
     assert config.optimizer.kwargs == {"momentum": 0.9}
     assert config.callbacks.extra == {"python:my.callbacks:Probe": {"every": 3}}
     assert config.eval_loader is not None and config.eval_loader.kwargs == {"path": "/data"}
-    assert refusal("run.yaml", "train_loader.name=python:a:b") == (
-        "run.yaml: train_loader.dataset.local: python:a:b is not given it; remove it, and write its own arguments "
+    assert refusal("run.yaml", "train_loader.dataset.local=x", "train_loader.name=python:a:b") == (
+        "command line: train_loader.dataset.local: python:a:b is not given it; remove it, and write its own arguments "
         "beside its name"
     )
     own = "train_loader={name: 'python:a:b', dataset: {eos_token_id: 3}, x: 1, timeout: 3}"
@@ -520,7 +520,8 @@ def test_objects_of_ones_own_keep_their_keyword_arguments():
     with_overlay = load_train_config(["own.yaml", "cpu.yaml"], {})
     assert with_overlay.config.train_loader.kwargs == {"x": 1}
     assert [note for note in with_overlay.notes if "not given" in note] == [
-        "own.yaml: train_loader.timeout has no effect: python:a:b is not given it; kwargs passes arguments of that name"
+        "own.yaml: train_loader.timeout has no effect: python:a:b is not given it; remove it, or pass it with "
+        "train_loader.kwargs.timeout"
     ]
     assert refusal("run.yaml", "callbacks={'python:my.callbacks': {}}") == (
         "command line: callbacks: 'python:my.callbacks' given, expected an import path, python:package.module:Thing"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmfoundry_lite.config.data_schema import TextDatasetConfig
 from llmfoundry_lite.config.fields import schema_keys
 from llmfoundry_lite.config.layers import leaf_keys
 from llmfoundry_lite.config.load_train import load_train_config
@@ -68,9 +69,105 @@ def test_a_schedule_gets_no_keys_of_another_one(tmp_path, monkeypatch, words, kw
     assert loaded.config.scheduler.kwargs == kwargs
     [note] = [note for note in loaded.notes if "is not given" in note]
     assert note.endswith(
-        f"scheduler.name: python:mine:S is not given {dropped}, which an earlier file sets for another schedule; to "
-        "pass them, give them with the name"
+        f"scheduler.name: python:mine:S is not given {dropped}, which an earlier file sets for another one; to pass "
+        "them, give them with the name"
     )
+
+
+MUON = {"name": "muon", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.2}
+MINE = {"name": "python:mine:A", "lr": 0.1, "kwargs": {"rate": 1, "inner": {"a": 1}}, "depth": {"b": 1}, "gate": 1}
+
+
+@pytest.mark.parametrize(
+    ("block", "base", "later", "expected", "dropped"),
+    [
+        ("optimizer", MUON, {"name": "python:mine:A", "lr": 0.2}, {"lr": 0.2, "kwargs": {}}, "momentum, weight_decay"),
+        ("optimizer", MUON, {"name": "python:mine:A", "momentum": 1}, {"kwargs": {"momentum": 1}}, "weight_decay"),
+        (
+            "optimizer",
+            MINE,
+            {"name": "python:mine:B", "kwargs": {"inner": {"c": 2}}, "depth": {"d": 2}},
+            {"lr": 0.1, "kwargs": {"inner": {"c": 2}, "depth": {"d": 2}}},
+            "kwargs.rate, kwargs.inner.a, depth.b, gate",
+        ),
+        # The last one is ours, whose schema has no such keys.
+        ("optimizer", MINE, {"name": "adamw"}, {"lr": 0.1, "kwargs": {}}, "kwargs.rate, kwargs.inner.a, depth.b, gate"),
+        ("scheduler", {"name": "python:mine:A", "peak": 1}, {"name": "constant_with_warmup"}, {"kwargs": {}}, "peak"),
+        (
+            "model.ffn_config",
+            {"ffn_type": "mptglu", "ffn_hidden_size": 64, "ffn_act_fn": {"name": "silu"}},
+            {"ffn_type": "python:mine:F"},
+            {"ffn_hidden_size": None, "kwargs": {}},
+            "ffn_hidden_size, ffn_act_fn.name",
+        ),
+        (
+            "model.attn_config",
+            {"attn_type": "python:mine:A", "gate": 1, "rope": True, "kwargs": {"width": 2}},
+            {"attn_type": "python:mine:B", "depth": 1},
+            {"rope": True, "kwargs": {"depth": 1}},
+            "gate, kwargs.width",
+        ),
+        (
+            "model",
+            {"norm_type": "python:mine:N", "norm_kwargs": {"tilt": 1}},
+            {"norm_type": "rmsnorm"},
+            {},
+            "norm_kwargs.tilt",
+        ),
+        (
+            "model.attn_config",
+            {"qk_ln": True, "norm_type": "python:mine:N", "norm_kwargs": {"tilt": 1}},
+            {"norm_type": "python:mine:M"},
+            {"qk_ln": True, "norm_kwargs": {}},
+            "norm_kwargs.tilt",
+        ),
+        (
+            "train_loader",
+            {"name": "python:mine:L", "path": "x", "num_workers": 2},
+            {"name": "python:mine:M"},
+            {"num_workers": 2, "kwargs": {}},
+            "path",
+        ),
+        (
+            "train_loader",
+            {"dataset": {"local": "x", "eos_token_id": 3}, "num_workers": 2},
+            {"name": "python:mine:L", "rate": 1},
+            {"num_workers": 2, "dataset": TextDatasetConfig(eos_token_id=3), "kwargs": {"rate": 1}},
+            "dataset.local",
+        ),
+    ],
+)
+def test_a_part_gets_no_keys_of_the_one_that_it_replaces(tmp_path, block, base, later, expected, dropped):
+    """The first of the files has the rest of the run, the second the block `base`, the third the block `later`."""
+    *outer_keys, last_key = block.split(".")
+    run = tiny_config(tmp_path / "data")
+    if not outer_keys:
+        del run[block]
+    files = [run]
+    for values in (base, later):
+        nested = {last_key: values}
+        for key in reversed(outer_keys):
+            nested = {key: nested}
+        files.append(nested)
+    paths = [write_config(tmp_path / f"{index}.yaml", values) for index, values in enumerate(files)]
+
+    loaded = load_train_config(paths)
+    found = loaded.config
+    for name in block.split("."):
+        found = getattr(found, name)
+    assert {key: getattr(found, key) for key in expected} == expected
+    [note] = [note for note in loaded.notes if "is not given" in note]
+    assert f" is not given {dropped}, which an earlier file sets for another one; " in note
+    assert load_train_config(paths[:2] + paths[1:]).notes == loaded.notes, "naming it twice changes nothing"
+
+
+def test_arguments_that_are_a_reference_belong_to_the_file_that_has_it(tmp_path):
+    layers = [
+        tiny_config(tmp_path / "data", optimizer=MUON, variables={"mine": {"rate": 2}}),
+        {"optimizer": {"name": "python:mine:A", "kwargs": "${variables.mine}"}},
+    ]
+    paths = [write_config(tmp_path / f"{index}.yaml", values) for index, values in enumerate(layers)]
+    assert load_train_config(paths).config.optimizer.kwargs == {"rate": 2}
 
 
 def test_a_layer_of_unknown_size_that_is_not_sharded_is_noted(tmp_path):

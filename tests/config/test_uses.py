@@ -36,7 +36,7 @@ KAIMING = "only kaiming_normal_ and kaiming_uniform_ use it, and model.init_conf
 NORMS = "q and k have norms only with qk_ln or qk_gn; model.norm_type and model.norm_eps are for all others"
 APART = "documents see each other without model.attn_config.attn_uses_sequence_id: true"
 ATTENTION, INIT = "model.attn_config", "model.init_config"
-OF_OUR_FFN = "python:a:b is not given it; model.ffn_config.kwargs passes arguments of that name"
+OF_OUR_FFN = "python:a:b is not given it; remove it, or pass it with model.ffn_config.kwargs."
 
 NOTED = {
     "scheduler.alpha_f=0.1;scheduler.name=constant_with_warmup": NO_DECAY,
@@ -57,7 +57,7 @@ NOTED = {
     f"{INIT}.init_div_is_residual=false;{INIT}.name=neox_init_": "neox_init_ has its own scale for these weights",
     f"{INIT}.emb_init_uniform_lim=1;{INIT}.emb_init_std=0.02": f"{INIT}.emb_init_std takes precedence",
     "model.expansion_ratio=2;model.ffn_config.ffn_hidden_size=64": "model.ffn_config.ffn_hidden_size takes precedence",
-    "model.ffn_config.ffn_act_fn={name: gelu};model.ffn_config.ffn_type=python:a:b": OF_OUR_FFN,
+    "model.ffn_config.ffn_act_fn={name: gelu};model.ffn_config.ffn_type=python:a:b": f"{OF_OUR_FFN}ffn_act_fn",
     "model.init_device=cpu": "every weight is made where it lives",
     "model.loss_fn=torch_crossentropy": "all choices are the same chunked loss",
     "eval_interval=20ba": NOTHING,
@@ -121,8 +121,8 @@ REFUSED = {
     "model.ffn_config.kwargs={depth: 2}": (
         "only a python: ffn_type is given them, and model.ffn_config.ffn_type is mptmlp; remove it"
     ),
-    "model.ffn_config.ffn_hidden_size=64;model.ffn_config.ffn_type=python:a:b": OF_OUR_FFN,
-    "model.ffn_config.ffn_act_fn={name: silu};model.ffn_config.ffn_type=python:a:b": OF_OUR_FFN,
+    "model.ffn_config.ffn_hidden_size=64;model.ffn_config.ffn_type=python:a:b": f"{OF_OUR_FFN}ffn_hidden_size",
+    "model.ffn_config.ffn_act_fn={name: silu};model.ffn_config.ffn_type=python:a:b": f"{OF_OUR_FFN}ffn_act_fn",
     "optimizer.adamw_lr=0.1": MUON,
     "optimizer.momentum=0.1": MUON,
     "optimizer.ns_steps=4": MUON,
@@ -261,8 +261,8 @@ def test_a_loader_of_ones_own_is_not_given_the_options_of_ours(argument):
     Path("own.yaml").write_text(RUN.replace(ours, "{name: 'python:a:b', num_workers: 2}"))
     name = argument.partition("=")[0]
     assert load_train_config(["own.yaml", f"train_loader.{argument}"], {}).notes == [
-        f"command line: train_loader.{name} has no effect: python:a:b is not given it; kwargs passes arguments of that "
-        "name"
+        f"command line: train_loader.{name} has no effect: python:a:b is not given it; remove it, or pass it with "
+        f"train_loader.kwargs.{name}"
     ]
 
 

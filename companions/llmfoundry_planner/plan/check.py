@@ -20,10 +20,12 @@ def check_run(run_location: str) -> str:
     """Return a table of measured and predicted tokens/s of a device, with a row for each segment of a run.
 
     Segments that cannot be predicted follow with the reason, then the sources of the predictions. `run_location` is a
-    run's folder or URL. Raises DataError if it cannot be read, and ConfigError if its configuration is not valid.
+    run's folder or URL. Raises DataError if it cannot be read, and ConfigError if its configuration is not valid, or
+    has a layer that cannot be timed.
     """
     run = read_run(run_location)
     config = config_of(run)
+    refuse_unknown_layers(config.model, "so there is no prediction to compare this run with")
     lines = [f"{config.run_name}: tokens/s of each device", "   batches  devices             measured  predicted"]
     left_out: list[str] = []
     sources: dict[str, str] = {}  # by name of the accelerator
@@ -60,9 +62,8 @@ def predict(config: TrainConfig, segment: Segment, accelerator: Accelerator, num
     """Predict tokens per second of each device in a segment, as `plan` would for the layout that it ran with.
 
     The segment records the layout as text, such as "4 stages, 1f1b" and "2, heads". Raises ConfigError for a layout
-    or a layer that cannot be timed, and ValueError for text in another form.
+    that is not possible, and ValueError for text in another form.
     """
-    refuse_unknown_layers(config.model)
     sharding = replace(
         config.sharding,
         sharding_strategy=segment.sharding or config.sharding.sharding_strategy,

@@ -85,6 +85,18 @@ def test_a_run_without_its_configuration_is_refused(moved_run, tmp_path, capsys)
     assert "config.yaml is not there; it says what was trained" in capsys.readouterr().err
 
 
+def test_a_run_with_a_layer_of_its_own_is_refused_once(tmp_path, capsys):
+    ffn = "model.ffn_config.ffn_type=python:mine:Ffn"
+    settings = as_dict(load_train_config(["mpt-125m", ffn]).config)
+    records = [record(batch, device=H100, num_devices=2, seconds=BATCH_SECONDS) for batch in range(1, 21)]
+    run = write_run(tmp_path / "run", records, [on_gpu(1, 10), on_gpu(11, 20)], **settings)
+    assert main.run(["plan", "--check", run]) == 2
+    assert capsys.readouterr().err == (
+        "error: plan: nothing is known of the time of python:mine:Ffn (model.ffn_config.ffn_type), which is code of "
+        "your own; so there is no prediction to compare this run with\n"
+    )
+
+
 # ------------------------------------------------------------------------ a run that changed its layout on two H100
 
 
