@@ -112,8 +112,9 @@ class JobsAfterSaves(Callback):
             print(printable(f"waiting for {self.jobs[0].function} of {names}"), flush=True)
         while self.jobs:
             self._advance(wait=True)
-        if checkpointing.saver.lease is not None:
-            checkpointing.after_save.remove_old(checkpointing.saver.lease)  # those that were kept for their jobs
+        saver = checkpointing.saver
+        if saver.lease is not None:
+            checkpointing.after_save.remove_kept(saver.lease, first_answers=saver.first_answers)
 
     def _add(self, max_waiting: int = MAX_WAITING) -> None:
         """Queue a job for the newest checkpoint, or report that more than `max_waiting` jobs are there already.

@@ -38,6 +38,7 @@ from llmfoundry_ops.published import (
     NewestLaunch,
     Sighting,
     describe_early_end,
+    describe_second_place,
     describe_silence,
     format_age,
     has_ended_early,
@@ -307,9 +308,6 @@ def _read_checkpoints(line: RunLine, run: FoundRun) -> None:
         line.host = record.host
         sighting = look_for(folder, record) if record.status == RUNNING else None
         line.state, line.reason = describe_state(record, sighting)
-        if record.saved_in and record.last_saved:
-            place = f"its newest save, {record.last_saved}, is in save_fallback, {record.saved_in}"
-            line.reason = _join(line.reason, place)
         if record.failed_saves:
             line.reason = _join(line.reason, f"failed saves {record.failed_saves}: {record.save_error}")
 
@@ -317,6 +315,7 @@ def _read_checkpoints(line: RunLine, run: FoundRun) -> None:
         line.state = early_end.status
         line.host = early_end.host
         line.reason = describe_early_end(early_end)
+    line.reason = _join(line.reason, describe_second_place(record, 0 if head is None else head.batch))
 
 
 def describe_state(record: LaunchRecord, sighting: Sighting | None) -> tuple[str, str | None]:

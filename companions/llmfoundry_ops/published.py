@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.bounded import parse_json
-from llmfoundry_lite.checkpoint.commit import COMMITTED
+from llmfoundry_lite.checkpoint.commit import COMMITTED, batch_of
 from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.launch_record import (
     EARLY_END,
@@ -206,6 +206,20 @@ def _may_begin(holder: Holder, record: LaunchRecord | None) -> bool:
         return False
     renewed_at = number_of(holder.renewed_at)
     return renewed_at is None or time.time() - renewed_at < WATCH_SECONDS
+
+
+def describe_second_place(record: LaunchRecord | None, newest_batch: int) -> str | None:
+    """Return where the newest save is if that is not beside the record, such as `its newest save, ba8, is in
+    save_fallback, /nvme/mpt-1b`; else None.
+
+    newest_batch: batch of the newest checkpoint beside the record; 0 if there is none. Nothing is said of a save that
+    was copied there since.
+    """
+    if record is None or record.saved_in is None or record.last_saved is None:
+        return None
+    if batch_of(record.last_saved) <= newest_batch:
+        return None
+    return f"its newest save, {record.last_saved}, is in save_fallback, {record.saved_in}"
 
 
 def describe_early_end(early_end: LaunchRecord) -> str:

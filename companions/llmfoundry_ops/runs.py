@@ -36,7 +36,14 @@ from llmfoundry_lite.report.reading import (
     suggest_location,
 )
 from llmfoundry_ops.index import find_newest_head, parse_time, read_in_parallel
-from llmfoundry_ops.published import RUNNING, describe_early_end, has_ended_early, look_for, read_newest_launch
+from llmfoundry_ops.published import (
+    RUNNING,
+    describe_early_end,
+    describe_second_place,
+    has_ended_early,
+    look_for,
+    read_newest_launch,
+)
 
 SAVED = "saved"
 """Status of a run that is known by its checkpoints alone, without a record of the launch that has the lease."""
@@ -158,7 +165,10 @@ class RunState:
 
     @property
     def second_place(self) -> str:
-        """Where the newest save is if that is `save_fallback`, as ` in /nvme/mpt-1b`; empty if it is not."""
+        """Where the newest save is if that is `save_fallback`, as ` in /nvme/mpt-1b`; empty if it is not.
+
+        It follows the name of `last_checkpoint()`.
+        """
         place = self.status.get(SAVED_IN)
         return f" in {place}" if isinstance(place, str) and place else ""
 
@@ -288,6 +298,15 @@ class SavedRun(RunState):
         """Return the name of the newest checkpoint that could be read, such as `ba200`."""
         return self._newest.name if self._newest is not None else None
 
+    @property
+    def second_place(self) -> str:
+        """The newest save, if that is in `save_fallback`, as ` here, and ba8 in /nvme/mpt-1b`; empty if it is not.
+
+        It follows the name of `last_checkpoint()`, which is the newest in this folder.
+        """
+        place = super().second_place
+        return f" here, and {self.status['last_saved']}{place}" if place else ""
+
     def look(self) -> None:
         """Read the newest checkpoint, and update the status.
 
@@ -362,6 +381,11 @@ class SavedRun(RunState):
         if self.max_duration is not None and has_reached(self.max_duration, training_done_at(self._newest)):
             return {"status": "done", "batch": batch, "reason": None}
 
+        record, early_end = read_newest_launch(self._store.root)
+        saves: dict[str, Any] = {}
+        if record is not None and describe_second_place(record, batch) is not None:
+            saves = {"last_saved": record.last_saved, SAVED_IN: record.saved_in}
+
         holder = self._store.leases.current_holder()
         owner: Mapping[str, Any] = {}
         if holder is not None and not holder.is_released:
@@ -370,14 +394,13 @@ class SavedRun(RunState):
         is_of_this_machine = {"host", "pid"} <= owner.keys() and owner.get("boot") == boot_id()
         if is_of_this_machine and is_alive(owner) is False:
             reason = f"process {owner['pid']} of this machine, the last that saved here, is gone"
-            return {"status": "ended", "batch": batch, "reason": reason}
+            return {"status": "ended", "batch": batch, "reason": reason, **saves}
 
         idle_seconds = self._measure_idle_seconds(holder)
         self.idle_reason = _describe_idle(holder, idle_seconds)
         self._has_patience = idle_seconds < self.patience_seconds
         end_of_patience = f"{self.idle_reason} (--patience)"
 
-        record, early_end = read_newest_launch(self._store.root)
         if record is not None and holder is not None and holder.epoch > record.epoch:
             record = None  # another launch has taken the run since, and has not begun yet
         if early_end is not None:
@@ -387,13 +410,13 @@ class SavedRun(RunState):
                 record = replace(early_end, reason=describe_early_end(early_end))
         if record is None or (record.status == RUNNING and not self._has_patience):
             if not self._has_patience:
-                return {"status": "ended", "batch": batch, "reason": end_of_patience}
-            return {"status": SAVED, "batch": batch, "reason": None}
+                return {"status": "ended", "batch": batch, "reason": end_of_patience, **saves}
+            return {"status": SAVED, "batch": batch, "reason": None, **saves}
 
         reason = record.reason
         if not self._has_patience:
             reason = "; ".join(filter(None, (reason, end_of_patience)))
-        saves = {"failed_saves": record.failed_saves, "save_error": record.save_error}
+        saves |= {"failed_saves": record.failed_saves, "save_error": record.save_error}
         return {"status": record.status, "batch": max(record.batch, batch), "reason": reason, **saves}
 
     def _measure_idle_seconds(self, holder: Holder | None) -> float:
@@ -449,10 +472,12 @@ def _describe_newest_launch(folder: Folder) -> str:
     """Return how the newest launch of a run without checkpoints goes or has ended, after a comma; empty if unknown."""
     with contextlib.suppress(OSError):
         record, early_end = read_newest_launch(folder)
+        place = describe_second_place(record, 0)
+        second_place = f" ({place})" if place else ""
         if early_end is not None:
-            return f", and its newest launch has {early_end.status}: {describe_early_end(early_end)}"
+            return f", and its newest launch has {early_end.status}: {describe_early_end(early_end)}{second_place}"
         if record is not None:
-            return f" yet, and its newest launch is {record.status}"
+            return f" yet, and its newest launch is {record.status}{second_place}"
     return ""
 
 

@@ -36,10 +36,10 @@ SAVED_IN = "last_saved_in"
 """Key of status.json, the path or URL of `save_fallback` while the newest save is there, and not in `save_folder`."""
 WAITS_FOR_SAVE = "waits_for_save"
 """Key of status.json, a text while training waits for a save that takes long: which one, and where it goes."""
-SAVES = ("last_saved", SAVED_IN, "saved_at", "failed_saves", "save_error", WAITS_FOR_SAVE, HAS_PARTNERS)
-"""Keys of status.json about saves: the newest one, where it is, when it was published (in seconds since 1970; null if
-an earlier launch did), how many have failed since, why the last of them did, whether training waits for one, and
-whether another launch may have made later ones."""
+SAVES = ("last_saved", SAVED_IN, "saved_at", "failed_saves", "save_error", HAS_PARTNERS)
+"""Keys of status.json about saves that stay when a launch has ended: the newest one, where it is, when it was published
+(in seconds since 1970; null if an earlier launch did), how many have failed since, why the last of them did, and
+whether another launch may have made later ones. WAITS_FOR_SAVE is about a launch that runs."""
 TRY_AGAIN = "try_again"
 """Key of status.json, true where a `failed` launch met a fault that may pass and should be launched again, because it
 had saved something before, or could not even begin. Batch scripts read it. A launch that trained and saved nothing
@@ -133,21 +133,31 @@ def write_ended_early(folder: Path, status: str, reason: str, **more: Any) -> No
     """Write the status of a launch that ended before it trained. The last batch and the saves stay as they were.
 
     Nothing is written if another launch still runs, or if the run is done and this launch has failed, because a
-    mistake in a later launch does not undo that. If an earlier launch failed and lost batches, the status stays
-    failed even if this one was preempted, since its losses are not made up for. `more` are further keys of
-    status.json.
+    mistake in a later launch does not undo that. The status is the one that `status_of_early_end` returns. `more` are
+    further keys of status.json.
     """
     before = read_status(folder) or {}
     is_done = before.get("status") == "done"
     if is_running(before) or (is_done and status == "failed"):
         return
 
-    # Lost batches stay lost until a launch trains them again.
-    if status == "preempted" and has_lost_batches(before):
-        status = "failed"
+    status_of_run = status_of_early_end(status, before)
+    if status_of_run != status:
         more[TRY_AGAIN] = True  # a script that launches preempted runs again may launch this one again too
     saves = {key: before[key] for key in SAVES if key in before}
-    write_status(folder, status, before.get("batch", 0), reason, has_begun=False, **saves, **more)
+    write_status(folder, status_of_run, before.get("batch", 0), reason, has_begun=False, **saves, **more)
+
+
+def status_of_early_end(status: str, before: dict[str, Any]) -> str:
+    """Return the status of a run whose launch has ended with `status` before it trained.
+
+    `before` is the content of status.json by the launch before, or as this launch has left it. If that launch has
+    failed and lost batches, the run stays failed even if this one was preempted, because a launch has to train the lost
+    batches again first.
+    """
+    if status == "preempted" and has_lost_batches(before):
+        return "failed"
+    return status
 
 
 def has_lost_batches(status: dict[str, Any]) -> bool:
@@ -183,7 +193,7 @@ def refusals_recorded(
     the ranks of the other nodes read there that this one has failed; and a block that may create the run directory
     (`creates_folder`), because the configuration, which names it, is known to be right.
 
-    `publish` is called on the same rank with the status and the reason, unless `find_folder` returns None.
+    `publish` is called on the same rank with the run's status and the reason, unless `find_folder` returns None.
     """
     try:
         yield
@@ -203,8 +213,9 @@ def _record_refusal(
 
     Raises OSError, and RuntimeError if the process group's store is gone.
     """
+    before = {} if folder is None else read_status(folder) or {}
     if isinstance(error, UserError) and folder is not None:
-        error.has_lost = has_lost_batches(read_status(folder) or {})
+        error.has_lost = has_lost_batches(before)
     rank = this_rank().rank
     is_first = ending.claim_first_error(error).rank == rank
     if not is_first or folder is None:
@@ -226,7 +237,7 @@ def _record_refusal(
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             write_ended_early(folder, status, reason, **more)
-    publish(status, reason)
+    publish(status_of_early_end(status, before), reason)
 
 
 def watch_for_failures_on_other_nodes(folder: Path) -> None:

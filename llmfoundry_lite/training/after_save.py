@@ -4,6 +4,7 @@ The saver's thread does it, and a save counts as in flight until it is done, so 
 the save. `checkpoint/retention.py` decides which checkpoints are old.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 
 from llmfoundry_lite.checkpoint import retention
@@ -98,6 +99,23 @@ class AfterSave:
         if line and line != self._printed_failure:
             self.print_line(line)
         self._printed_failure = line
+
+    def remove_kept(self, lease: Lease, *, first_answers: bool) -> None:
+        """Remove old checkpoints that were kept because a process read them, from both places, at the end of a launch.
+
+        first_answers: whether `save_folder` seems to answer. If not, only `save_fallback` is looked at.
+
+        A failure is printed. Raises CheckpointError only if another launch has taken the lease.
+        """
+        second = self.store.second
+        if second is None:
+            self.remove_old(lease)
+        elif not first_answers:
+            self.remove_old(lease, second)
+        else:
+            self.remove_old(lease)
+            with contextlib.suppress(CheckpointError):  # `save_folder` cannot be listed, which is printed by now
+                self.remove_old_in_second(lease, self.store.candidates())
 
     def _prune(self, place: CheckpointStore, lease: Lease, elsewhere: Sequence[Candidate]) -> None:
         """Remove old checkpoints from one place, where `elsewhere` are those of the other that count as well.

@@ -29,7 +29,15 @@ from llmfoundry_lite.errors import TransientError, UserError, mask_credentials, 
 from llmfoundry_lite.files import open_no_link, write_atomically
 from llmfoundry_lite.ranks import output
 from llmfoundry_lite.ranks.identity import describe_this_process
-from llmfoundry_lite.ranks.status import HAS_SAVED, LAUNCHES, STATUS, TRY_AGAIN, write_ended_early, write_status
+from llmfoundry_lite.ranks.status import (
+    HAS_SAVED,
+    LAUNCHES,
+    STATUS,
+    TRY_AGAIN,
+    WAITS_FOR_SAVE,
+    write_ended_early,
+    write_status,
+)
 from llmfoundry_lite.training.log_file import LogFile
 from llmfoundry_lite.training.mirrors import WANDB_ID, Mirror, build_mirrors, in_order
 from llmfoundry_lite.training.schedule import progress_of
@@ -371,8 +379,12 @@ class RunFolder(LoggerDestination):
             self._write_reason(status, reason)
 
     def _stop_updates(self) -> None:
-        """Let no later update of status.json overwrite how the launch has ended. Waits a second for one in progress."""
+        """Let no later update of status.json overwrite how the launch has ended. Waits a second for one in progress.
+
+        Training does not wait for a save any more, so that the status that follows does not say so.
+        """
         self.is_running = False
+        self.saves = {key: value for key, value in self.saves.items() if key != WAITS_FOR_SAVE}
         if self._status_lock.acquire(timeout=1.0):
             self._status_lock.release()
 

@@ -51,7 +51,7 @@ from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ra
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.signals import describe_reason_to_leave
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
-from llmfoundry_lite.ranks.status import has_lost_batches, read_status, refusals_recorded
+from llmfoundry_lite.ranks.status import has_lost_batches, read_status, refusals_recorded, status_of_early_end
 from llmfoundry_lite.training.builders import build_and_restore
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.memory import choose_microbatch, explain_out_of_memory, is_out_of_memory
@@ -411,7 +411,9 @@ def publish_if_early(error: BaseException, launch: Launch) -> None:
     run_folder = launch.run_folder
     if run_folder.is_main and run_folder.trainer is None:
         is_transient = isinstance(error, UserError) and error.is_transient
-        publish_early_end(launch.config, "preempted" if is_transient else "failed", describe_cause(error))
+        status = "preempted" if is_transient else "failed"
+        run_status = read_status(run_folder.folder) or {}
+        publish_early_end(launch.config, status_of_early_end(status, run_status), describe_cause(error))
 
 
 def has_lost_work(launch: Launch) -> bool:

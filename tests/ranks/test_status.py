@@ -64,19 +64,25 @@ def test_a_launch_that_cannot_train_lost_batches_again_is_no_preemption(tmp_path
     assert not status.has_lost_batches(island), "other islands hold and save the same batches"
     error = CheckpointError("s3://b: cannot be listed")
     error.__cause__ = TransientError("SlowDown")
-    with pytest.raises(CheckpointError), status.refusals_recorded(lambda: tmp_path):
+    published = []
+    with (
+        pytest.raises(CheckpointError),
+        status.refusals_recorded(lambda: tmp_path, lambda *words: published.append(words)),
+    ):
         raise error
+    assert published == [(expected, told(tmp_path)["reason"])], "readers elsewhere learn what status.json says"
     assert (told(tmp_path)["status"], told(tmp_path).get("try_again", False)) == (expected, expected == "failed")
     assert error.exit_code == (1 if expected == "failed" else 75)
 
 
 def test_what_a_killed_launch_has_said_of_its_saves_stands(tmp_path):
-    status.write_status(tmp_path, "running", 9, **SAVES)
+    status.write_status(tmp_path, "running", 9, **SAVES, waits_for_save="ba6 in s3://b")
     content = told(tmp_path)
     content["process"]["pid"] = 2**22 + 1
     (tmp_path / "status.json").write_text(json.dumps(content))
     found = status.read_status(tmp_path)
     assert found is not None and found["status"] == "failed" and SAVES.items() <= found.items()
+    assert "waits_for_save" not in found
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """When a run saves and whether it leaves; saves by time, and the interval that a run chooses for itself."""
 
+import json
 import os
 import signal
 from types import SimpleNamespace
@@ -147,17 +148,33 @@ def test_a_lost_peer_is_no_preemption_unless_this_rank_was_asked_to_leave_and_no
     assert [words[0] for words in written] == [status]
 
 
+def launch_without_a_run(tmp_path, folder, *, has_begun=False):
+    config = SimpleNamespace(
+        run_name="tiny", run_folder=str(tmp_path), checkpoint_folder=folder, max_duration=Duration(4, "ba")
+    )
+    run_folder = SimpleNamespace(is_main=True, trainer=object() if has_begun else None, folder=tmp_path)
+    launch: Any = SimpleNamespace(run_folder=run_folder, config=config)
+    return launch
+
+
 @pytest.mark.parametrize(("has_begun", "files"), [(False, {"launches/early-end.json"}), (True, set())])
 def test_a_launch_that_has_not_begun_records_its_early_end(tmp_path, has_begun, files):
     """One that has begun has a record of its own."""
     folder = f"memory://ends/{has_begun}"
-    config = SimpleNamespace(
-        run_name="tiny", run_folder=str(tmp_path), checkpoint_folder=folder, max_duration=Duration(4, "ba")
-    )
-    run_folder = SimpleNamespace(is_main=True, trainer=object() if has_begun else None)
-    launch: Any = SimpleNamespace(run_folder=run_folder, config=config)
+    launch = launch_without_a_run(tmp_path, folder, has_begun=has_begun)
     publish_if_early(CheckpointError("another launch trains this run"), launch)
     assert open_folder(folder).tree_sizes().keys() == files
+
+
+@pytest.mark.parametrize(("last_saved", "expected"), [("ba9", "preempted"), ("ba8", "failed")])
+def test_the_record_of_an_early_end_calls_no_run_preempted_that_has_lost_batches(tmp_path, last_saved, expected):
+    folder = f"memory://ends/{last_saved}"
+    write_status(tmp_path, "failed", 9, "killed", last_saved=last_saved, failed_saves=0)
+    error = CheckpointError("s3://b: cannot be listed")
+    error.__cause__ = TransientError("SlowDown")
+    publish_if_early(error, launch_without_a_run(tmp_path, folder))
+    record = json.loads(open_folder(folder).child("launches").read("early-end.json", 1 << 20))
+    assert record["status"] == expected
 
 
 def test_a_fault_before_lost_batches_are_trained_again_is_no_preemption(tmp_path, monkeypatch):

@@ -352,15 +352,18 @@ def test_scripts_launch_again_after_a_fault_unless_the_launch_was_in_vain(
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     folder = RunFolder(SimpleNamespace(run_folder=str(tmp_path / "run")))  # type: ignore[arg-type]
     for last_saved, num_failed in saves:
-        folder.note_saves({"last_saved": last_saved, "failed_saves": num_failed, "save_error": None})
+        saves_now = {"last_saved": last_saved, "failed_saves": num_failed, "save_error": None}
+        folder.note_saves({**saves_now, WAITS_FOR_SAVE: "ba4 in run"})
     folder.trainer = SimpleNamespace(state=SimpleNamespace(timestamp=Timestamp(batch=9)))  # type: ignore[assignment]
     folder.is_running = True
     folder._update_status()
     told = json.loads((tmp_path / "run/status.json").read_text())
     assert told.get("has_saved", False) == (saves[0] != saves[-1] and saves[0][0] is None)
+    assert told[WAITS_FOR_SAVE] == "ba4 in run"
     folder.fail(status, "a reason", may_pass=may_pass)
     written = json.loads((tmp_path / "run/status.json").read_text())
     assert (written["status"], written.get("try_again", False)) == (status, tries_again)
+    assert WAITS_FOR_SAVE not in written, "it waits no more"
 
     monkeypatch.setattr(was_preempted, "load_train_config", lambda arguments: SimpleNamespace(config=folder.config))
     assert was_preempted.is_to_go_on(0.0, []) == (status == "preempted" or tries_again)

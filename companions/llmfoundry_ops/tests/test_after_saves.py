@@ -135,34 +135,42 @@ class Reads(JobsAfterSaves):
         self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=self.output)
 
 
-def test_a_checkpoint_that_is_being_read_is_kept_and_then_removed(tmp_path, monkeypatch):
-    """The names that `JobsAfterSaves` notes are those that retention keeps."""
+@pytest.mark.parametrize(("in_second", "first_answers"), [(False, True), (True, True), (True, False)])
+def test_a_checkpoint_that_is_being_read_is_kept_and_then_removed(tmp_path, monkeypatch, in_second, first_answers):
+    """The names that `JobsAfterSaves` notes are those that retention keeps, wherever saves go."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     changes = {"run_folder": str(tmp_path / "run"), "save_num_checkpoints_to_keep": 1}
+    if in_second:
+        changes["save_fallback"] = str(tmp_path / "second")
     config = load_train_config([write_config(tmp_path / "tiny.yaml", tiny_config(tmp_path / "data", **changes))]).config
     preemption = Preemption(tmp_path, 30.0, None, print, print)
     nothing: Any = SimpleNamespace()
     there = Checkpointing(config, nothing, nothing, preemption, nothing, Start(), Partners())
     there.published_batch, there.saver = -1, nothing
     there.saver.lease = lease = there.store.acquire()
+    there.saver.first_answers = first_answers
+    place = there.store
+    if there.store.second is not None:
+        place = there.store.second
+        place.follow(lease)
     callback = Reads("1ba", there, lambda name, url: Job(name=name, **WORDS))
 
     def train_batch(batch: int) -> None:
-        save(there.store, lease, batch)
+        save(place, lease, batch)
         there.published_batch = batch
         state: Any = SimpleNamespace(timestamp=Timestamp(batch=batch), previous_timestamp=Timestamp(batch=batch - 1))
         callback.batch_checkpoint(state, nothing)
-        there.after_save.remove_old(lease)
+        there.after_save.remove_old(lease, place)
 
     callback.interval = Duration.parse("3ba")
     for batch in range(1, 6):
         train_batch(batch)
-    assert names(there.store) == ["ba5", "ba3"]
+    assert names(place) == ["ba5", "ba3"]
 
     assert callback.process is not None and callback.process.stdin is not None
     callback.process.stdin.close()
     callback.close(nothing, nothing)
-    assert names(there.store) == ["ba5"] and not there.in_use
+    assert names(place) == ["ba5"] and not there.in_use
 
 
 def test_a_launch_that_leaves_early_says_what_was_not_exported(monkeypatch, capfd):

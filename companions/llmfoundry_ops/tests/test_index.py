@@ -1,6 +1,7 @@
 """`llmfoundry-lite runs ls`: runs below a folder or in a bucket, each by a few small files."""
 
 import json
+import re
 import socket
 import time
 
@@ -161,8 +162,32 @@ def test_a_bucket_whose_newest_save_is_in_the_second_place_says_so():
     url = "memory://index/fallback/tiny"
     lease = save_with_log(url, 2)
     record_launch(url, lease, last_saved="ba4", last_saved_in="/nvme/tiny", batch=4)
-    (line,) = list_run_lines("memory://index/fallback")
-    assert line.reason == "its newest save, ba4, is in save_fallback, /nvme/tiny"
+    place = "its newest save, ba4, is in save_fallback, /nvme/tiny"
+    assert lines_of("memory://index/fallback")["tiny"].reason == place
+    (run,) = list_runs("memory://index/fallback")
+    assert repr(run) == f"<{url}: running at batch 4, loss 4.5000, saved ba2 here, and ba4 in /nvme/tiny>"
+
+    # A launch on a machine that does not have the second place is refused.
+    CheckpointStore(url).release(lease)
+    record_early_end(url, REFUSED)
+    assert lines_of("memory://index/fallback")["tiny"].reason == f"did not begin: data/c4 is missing; {place}"
+    (run,) = list_runs("memory://index/fallback")
+    assert "saved ba2 here, and ba4 in /nvme/tiny" in repr(run)
+
+    # Somebody has copied it there.
+    save_with_log(url, 4)
+    assert "save_fallback" not in str(lines_of("memory://index/fallback")["tiny"].reason)
+    (run,) = list_runs("memory://index/fallback")
+    assert "saved ba4" in repr(run) and "/nvme" not in repr(run)
+
+
+def test_a_bucket_that_has_only_a_record_says_where_the_saves_are():
+    url = "memory://index/nothing-yet/tiny"
+    lease = CheckpointStore(url).acquire()
+    record_launch(url, lease, last_saved="ba4", last_saved_in="/nvme/tiny", batch=4)
+    words = re.escape("its newest launch is running (its newest save, ba4, is in save_fallback, /nvme/tiny)")
+    with pytest.raises(DataError, match=words):
+        open_run(url)
 
 
 @pytest.mark.parametrize("content", [b"[1]", b"{", b'{"status": 7}', b" " * (1 << 17), b'{"lease": "", "status": "x"}'])
