@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--peer-python", help="python of an environment with llm-foundry")
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--optimizers", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--schedules", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peer:
-        print(json.dumps(their_defaults(), default=str))
+        print(json.dumps(their_defaults(options.optimizers, options.schedules), default=str))
         return
     if not options.peer_python:
         parser.error("--peer-python: missing; expected the python of an environment with llm-foundry")
@@ -90,9 +92,18 @@ def main() -> None:
 
 
 def ask_peer(python: str) -> dict[str, Any]:
-    """Run this file in LLM Foundry's environment, and return its defaults: key -> default. Exits if it fails."""
+    """Run this file in LLM Foundry's environment, and return its defaults: key -> default. Exits if it fails.
+
+    The peer, which has no package of ours, is told the optimizers and schedules that LLM Foundry has too.
+    """
+    from llmfoundry_lite.config.optimizers import OPTIMIZERS
+    from llmfoundry_lite.config.schedules import SCHEDULES
+
+    optimizers = [row.foundry.name for row in OPTIMIZERS.values() if row.foundry is not None]
+    schedules = [name for name, row in SCHEDULES.items() if row.foundry_class is not None]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
     command = [python, str(Path(__file__).resolve()), "--peer"]
+    command += ["--optimizers", *optimizers, "--schedules", *schedules]
     peer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if peer.returncode:
         sys.exit(f"{python}: the peer ended with code {peer.returncode}:\n{peer.stderr[-3000:]}")
@@ -233,8 +244,11 @@ def _as_json(value: Any) -> str:
 # ----------------------------------------------------------------------------------------------------- their half
 
 
-def their_defaults() -> dict[str, Any]:
-    """Return LLM Foundry's defaults: key -> default. `optimizer[lion].lr` is for one kind of optimizer."""
+def their_defaults(optimizers: Sequence[str], schedules: Sequence[str]) -> dict[str, Any]:
+    """Return LLM Foundry's defaults: key -> default. `optimizer[lion].lr` is for one kind of optimizer.
+
+    `optimizers` and `schedules` are the names of those to ask for.
+    """
     their_default_by_key = {}
 
     # Arguments of dataclasses, classes and functions.
@@ -253,8 +267,8 @@ def their_defaults() -> dict[str, Any]:
     # Registries of kinds: format of a kind's block, registry, and names of kinds.
     registry = _find("llmfoundry.registry")
     for block_format, kinds, names in (
-        ("optimizer[{}]", registry.optimizers, ("decoupled_adamw", "decoupled_lionw")),
-        ("scheduler[{}]", registry.schedulers, SCHEDULES),
+        ("optimizer[{}]", registry.optimizers, optimizers),
+        ("scheduler[{}]", registry.schedulers, schedules),
         ("algorithms.{}", registry.algorithms, ("gradient_clipping",)),
         ("callbacks.{}", registry.callbacks, ("speed_monitor", "lr_monitor", "memory_monitor", "runtime_estimator")),
         ("loggers.{}", registry.loggers, ("wandb", "tensorboard")),
@@ -265,7 +279,6 @@ def their_defaults() -> dict[str, Any]:
     return their_default_by_key
 
 
-SCHEDULES = ("constant_with_warmup", "cosine_with_warmup", "linear_decay_with_warmup", "inv_sqrt_with_warmup")
 SOURCES = {
     "": ("llmfoundry.utils.config_utils.TrainConfig",),
     "eval": ("llmfoundry.utils.config_utils.EvalConfig",),

@@ -29,7 +29,8 @@ from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.summary import print_summary
 from llmfoundry_lite.ranks.start import choose_device
 from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
-from llmfoundry_lite.training.muon import build_muon
+from llmfoundry_lite.training.muon import muon_of_groups
+from llmfoundry_lite.training.optimizers import ParameterGroup
 from llmfoundry_ops.starter import (
     MAX_EPOCHS,
     MILLIONS,
@@ -241,7 +242,8 @@ def measure_width(facts: Facts, shape: Shape) -> WidthSpeed:
     initialise_weights(model, MEASUREMENT_SEED)
     model = model.to(device)
     prepare_for_one_device(model, FSDPConfig(), precision)
-    optimizer = build_muon(dict(model.named_parameters()), build_block(OptimizerConfig, shape.optimizer), config)
+    settings = build_block(OptimizerConfig, shape.optimizer)
+    optimizer = muon_of_groups([ParameterGroup(dict(model.named_parameters()), settings)], config)
 
     num_samples = max(1, MEASURED_TOKENS // facts.max_seq_len)
     pass_seconds: list[float] = []  # forward and backward passes of each batch

@@ -19,7 +19,9 @@ from typing import Any
 from llmfoundry_lite import companions
 from llmfoundry_lite.config.fields import Key, Setting, is_number, join_key, keys_of, schema_keys
 from llmfoundry_lite.config.layers import ConfigLayer, naming_source, source_of
+from llmfoundry_lite.config.optimizers import OPTIMIZERS
 from llmfoundry_lite.config.scalars import hint_at_number
+from llmfoundry_lite.config.schedules import SCHEDULES
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, find_nearest, join_with_or
 from llmfoundry_lite.own_code import PREFIX, is_own
@@ -304,14 +306,13 @@ OTHER_WORDS = {
     "amp_bf16": ("bf16", "bfloat16"),
     "amp_fp16": ("fp16", "float16", "amp"),
     "fp32": ("float32",),
-    "adamw": ("adam",),
-    "decoupled_lionw": ("decoupled_lion",),
     "mpt_causal_lm": ("mpt",),
     "flash": ("triton",),
     "ZERO_1": ("zero1", "zero-1"),
     "SHARD_GRAD_OP": ("zero2", "zero-2", "zero_2"),
     "FULL_SHARD": ("zero3", "zero-3", "zero_3"),
-    "warmup_stable_decay": ("wsd",),
+    **{name: row.other_words for name, row in OPTIMIZERS.items()},
+    **{name: row.other_words for name, row in SCHEDULES.items()},
 }
 """Choice -> names that other libraries have for it, for suggestions."""
 

@@ -19,6 +19,8 @@ from llmfoundry_lite.config.layers import ConfigLayer, find_value, naming_source
 from llmfoundry_lite.config.layout import Layout, describe_data_ranks, find_data_ranks
 from llmfoundry_lite.config.model_schema import ModelConfig, divisors
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, SchedulerConfig
+from llmfoundry_lite.config.optimizers import OPTIMIZERS
+from llmfoundry_lite.config.schedules import SCHEDULES
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.config.spans import Duration
@@ -28,8 +30,6 @@ from llmfoundry_lite.own_code import is_own
 
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-
-COMPOSERS_SCHEDULES = ("constant_with_warmup", "cosine_with_warmup", "linear_decay_with_warmup")
 
 
 def check_together(config: TrainConfig, layers: Sequence[ConfigLayer] = ()) -> None:
@@ -228,15 +228,14 @@ def _check_stages(loader: LoaderConfig, block: str, config: TrainConfig) -> None
 
 
 def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
-    """Raise ConfigError for settings that do not go with the optimizer muon."""
-    if optimizer.name != "muon":
-        return
+    """Raise ConfigError for settings that do not go together, or not with the optimizer."""
     if optimizer.adjust_lr_fn == "original" and optimizer.adamw_lr is None:
         raise ConfigError("optimizer.adamw_lr: missing; adjust_lr_fn: original scales updates differently from AdamW")
-    if fsdp.offload_optimizer:
+    row = OPTIMIZERS.get(optimizer.name)
+    if fsdp.offload_optimizer and row is not None and row.multiplies_matrices:
         raise ConfigError(
-            "fsdp_config.offload_optimizer: muon multiplies matrices in its step, which would be the host's work; use "
-            "FULL_SHARD without it, or adamw"
+            f"fsdp_config.offload_optimizer: {optimizer.name} multiplies matrices in its step, which would be the "
+            "host's work; use FULL_SHARD without it, or adamw"
         )
 
 
@@ -346,12 +345,14 @@ def _check_schedule_units(config: TrainConfig, has_t_scale: bool) -> None:
     """
     schedule = config.scheduler
     run_duration = config.max_duration
-    for name in _duration_keys_of(schedule):
+    if is_own(schedule.name):
+        return
+    for name in SCHEDULES[schedule.name].durations:
         duration: Duration = getattr(schedule, name)
         if duration.value == 0 or duration.unit in ("dur", run_duration.unit):
             continue
-        is_convertible = schedule.name in COMPOSERS_SCHEDULES and {duration.unit, run_duration.unit} == {"ba", "ep"}
-        if is_convertible:
+        are_batches_and_epochs = {duration.unit, run_duration.unit} == {"ba", "ep"}
+        if are_batches_and_epochs and SCHEDULES[schedule.name].mixes_batches_and_epochs:
             continue
 
         # The default of t_scale is in batches, so in other units it has to be given.
@@ -367,18 +368,6 @@ def _check_schedule_units(config: TrainConfig, has_t_scale: bool) -> None:
             f"scheduler.{name}: {problem} expected a span in {run_duration.unit}, the unit of max_duration, or in dur"
             f"{hint}{note_on_epochs}"
         )
-
-
-def _duration_keys_of(schedule: SchedulerConfig) -> list[str]:
-    """Return the keys of the durations that a schedule uses: t_warmup and t_max for cosine_with_warmup."""
-    keys = ["t_warmup"]
-    if schedule.name != "constant_with_warmup":
-        keys.append("t_max")
-    if schedule.name == "inv_sqrt_with_warmup":
-        keys += ["t_scale", "t_cooldown"]
-    if schedule.name == "warmup_stable_decay":
-        keys.append("t_decay")
-    return keys
 
 
 def _convert_duration(duration: Duration, unit: str, config: TrainConfig) -> Duration | None:
@@ -400,8 +389,10 @@ def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
     warmup = schedule.t_warmup
     decay = schedule.t_decay
     end = schedule.t_max
-    has_end = schedule.name != "constant_with_warmup"
-    if has_end and warmup.unit == end.unit and warmup.value > end.value:
+    if is_own(schedule.name):
+        return
+    row = SCHEDULES[schedule.name]
+    if row.has_end and warmup.unit == end.unit and warmup.value > end.value:
         raise ConfigError(
             f"scheduler.t_warmup: {warmup} is more than t_max, {end}; the warm-up is part of the schedule"
         )
@@ -410,7 +401,7 @@ def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
         """Return a duration's number in the unit of max_duration. `dur` is a fraction of the run."""
         return duration.value * run.value if duration.unit == "dur" else duration.value
 
-    if schedule.name == "warmup_stable_decay" and length(warmup) + length(decay) > length(end):
+    if "t_decay" in row.keys and length(warmup) + length(decay) > length(end):
         raise ConfigError(
             f"scheduler.t_decay: {decay} after a warm-up of {warmup} is more than t_max, {end} (max_duration: {run}); "
             "shorten one of them"
@@ -460,6 +451,8 @@ def _check_exact_sums(config: TrainConfig) -> None:
     """
     if not config.exact_sums:
         return
+    name = config.optimizer.name
+    sums_exactly = name in OPTIMIZERS and OPTIMIZERS[name].sums_exactly
     # Setting -> (whether the run has it, why it does not go with exact sums).
     reasons = {
         "tp_config": (config.tensor_parallel_degree > 1, "tensor parallelism divides the sums within a product"),
@@ -467,7 +460,7 @@ def _check_exact_sums(config: TrainConfig) -> None:
         "precision: amp_fp16": (config.precision == "amp_fp16", "the loss scale changes what is rounded"),
         "model.attn_config.attn_pdrop": (bool(config.model.attn_config.attn_pdrop), "kernels draw it for each rank"),
         "train_loader.name": (config.train_loader.name != "text", "nothing is known of the rows of its microbatches"),
-        "optimizer.name": (is_own(config.optimizer.name), "nothing is known of its arithmetic on shards"),
+        "optimizer.name": (not sums_exactly, "nothing is known of its arithmetic on shards"),
     }
     for key, (is_asked_for, why) in reasons.items():
         if is_asked_for:

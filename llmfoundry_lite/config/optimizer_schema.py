@@ -14,21 +14,34 @@ from llmfoundry_lite.config.fields import (
     setting,
     validator,
 )
+from llmfoundry_lite.config.optimizers import OPTIMIZERS, optimizers_with
+from llmfoundry_lite.config.schedules import SCHEDULES, schedules_with
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration
+from llmfoundry_lite.errors import join_with_or
+from llmfoundry_lite.own_code import PREFIX, is_own
 
 NEWTON_SCHULZ_STEPS = 5
 """Default of muon's ns_steps, the iterations of Newton and Schulz's method."""
-COMPOSERS_WEIGHT_DECAY = 1e-5
-"""Default of Composer's DecoupledAdamW."""
 FRACTION_OF_RUN = (*TIME_UNITS, "dur")
 """Units of durations that may also be a fraction of the run, such as 0.1dur."""
 
-MUON = (only_with("muon"),)
-LINEAR_DECAY = (only_with("linear_decay_with_warmup"),)
-STABLE_DECAY = (only_with("warmup_stable_decay"),)
-INVERSE_SQUARE_ROOT = (only_with("inv_sqrt_with_warmup"),)
 OWN_OPTIMIZER = only_with_own("optimizer")
 OWN_SCHEDULE = only_with_own("schedule")
+
+
+OPTIMIZER_NAMES = (*OPTIMIZERS, PREFIX)
+SCHEDULE_NAMES = (*SCHEDULES, PREFIX)
+
+
+def _with_optimizers(key: str) -> tuple[Use, ...]:
+    """Return the condition for a key that not all optimizers take: it is refused beside another one."""
+    names = optimizers_with(key)
+    return () if len(names) == len(OPTIMIZERS) else (only_with(*names),)
+
+
+def _with_schedules(key: str, *, is_refused: bool = True) -> tuple[Use, ...]:
+    """Return the condition for a key that some schedules use: it is refused, or noted, beside another one."""
+    return (only_with(*schedules_with(key), is_refused=is_refused),)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -36,29 +49,38 @@ class OptimizerConfig:
     """The optimizer, and its settings."""
 
     name: str = setting(
-        choices="decoupled_adamw adamw lion decoupled_lionw muon python:",
-        instead="expected decoupled_adamw, adamw, lion, decoupled_lionw, muon or python:",
+        choices=" ".join(OPTIMIZER_NAMES),
+        instead=f"expected {join_with_or(OPTIMIZER_NAMES)}",
     )
     lr: float = setting(REQUIRED, POSITIVE, change="logged")
     """Learning rate. With muon, the rate of the blocks' matrices."""
-    adamw_lr: float | None = setting(None, POSITIVE, change="logged", uses=MUON)
+    adamw_lr: float | None = setting(None, POSITIVE, change="logged", uses=_with_optimizers("adamw_lr"))
     """Rate of embeddings, head, norms and biases, which AdamW updates. Default: lr."""
-    betas: tuple[float, float] | None = setting(None, validator("0 <= beta < 1", lambda value: 0 <= value < 1))
+    betas: tuple[float, float] | None = setting(
+        None, validator("0 <= beta < 1", lambda value: 0 <= value < 1), uses=_with_optimizers("betas")
+    )
     """Default (0.9, 0.95) for the AdamWs, (0.9, 0.99) for the Lions."""
-    momentum: float | None = setting(None, validator("0 <= momentum < 1", lambda value: 0 <= value < 1), uses=MUON)
+    momentum: float | None = setting(
+        None, validator("0 <= momentum < 1", lambda value: 0 <= value < 1), uses=_with_optimizers("momentum")
+    )
     """Momentum of the matrices' gradients; default 0.95."""
-    ns_steps: int | None = setting(None, POSITIVE, uses=MUON)
+    ns_steps: int | None = setting(None, POSITIVE, uses=_with_optimizers("ns_steps"))
     """Iterations of Newton and Schulz; default 5."""
-    ns_dtype: str | None = setting(None, choices="bf16 fp32", change="logged", uses=MUON)
+    ns_dtype: str | None = setting(None, choices="bf16 fp32", change="logged", uses=_with_optimizers("ns_dtype"))
     """Precision of these iterations; default bf16."""
-    adjust_lr_fn: str | None = setting(None, choices="match_rms_adamw original", uses=MUON)
+    adjust_lr_fn: str | None = setting(None, choices="match_rms_adamw original", uses=_with_optimizers("adjust_lr_fn"))
     """torch's option. match_rms_adamw, the default, makes updates as large as AdamW's; original is Jordan's scale."""
     eps: float = setting(
         1e-8,
         POSITIVE,
-        uses=(Use(has_effect=lambda optimizer, _: "lion" not in optimizer.name, reason="{block.name} has none"),),
+        uses=(
+            Use(
+                has_effect=lambda optimizer, _: is_own(optimizer.name) or "eps" in OPTIMIZERS[optimizer.name].keys,
+                reason="{block.name} has none",
+            ),
+        ),
     )
-    weight_decay: float | None = setting(None, NON_NEGATIVE, change="logged")
+    weight_decay: float | None = setting(None, NON_NEGATIVE, change="logged", uses=_with_optimizers("weight_decay"))
     """Decoupled optimizers multiply it by lr / initial lr, the others by lr. Default: 1e-5 for decoupled_adamw, as in
     Composer, 0 for the others."""
     kwargs: dict[str, Any] = setting(dict, uses=(OWN_OPTIMIZER,))
@@ -69,17 +91,30 @@ class OptimizerConfig:
         """The weight decay, or its default for this optimizer."""
         if self.weight_decay is not None:
             return self.weight_decay
-        return COMPOSERS_WEIGHT_DECAY if self.name == "decoupled_adamw" else 0.0
+        return 0.0 if is_own(self.name) else OPTIMIZERS[self.name].weight_decay
+
+    @property
+    def decay_by_rate(self) -> float:
+        """The weight decay for an optimizer of torch, which shrinks weights by lr * weight_decay in a step.
+
+        Composer's decoupled optimizers shrink them by weight_decay * (lr / initial lr) instead (Loshchilov and Hutter
+        2019, with the schedule alone as multiplier), so for these it is weight_decay / initial lr.
+        """
+        return self.decay / self.lr if OPTIMIZERS[self.name].decay_follows_schedule else self.decay
+
+    @property
+    def moment_betas(self) -> tuple[float, float]:
+        """The betas, or their default for this optimizer, which takes betas."""
+        betas = self.betas or OPTIMIZERS[self.name].betas
+        assert betas is not None
+        return betas
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SchedulerConfig:
     """The schedule of the learning rate."""
 
-    name: str = setting(
-        choices="constant_with_warmup cosine_with_warmup linear_decay_with_warmup inv_sqrt_with_warmup "
-        "warmup_stable_decay python:"
-    )
+    name: str = setting(choices=" ".join(SCHEDULE_NAMES))
     t_warmup: Duration = duration_setting("0ba", FRACTION_OF_RUN, may_be_zero=True)
     """Linear warm-up from 0."""
     t_max: Duration = duration_setting(
@@ -87,30 +122,32 @@ class SchedulerConfig:
         FRACTION_OF_RUN,
         uses=(
             Use(
-                has_effect=lambda schedule, _: schedule.name != "constant_with_warmup",
+                has_effect=lambda schedule, _: is_own(schedule.name) or SCHEDULES[schedule.name].has_end,
                 reason="{block.name} has no end",
             ),
         ),
     )
-    alpha_i: float = setting(1.0, NON_NEGATIVE, uses=LINEAR_DECAY)
+    alpha_i: float = setting(1.0, NON_NEGATIVE, uses=_with_schedules("alpha_i"))
     """Multiplier after warm-up."""
     alpha_f: float = setting(
         0.0,
         NON_NEGATIVE,
-        uses=(only_with("cosine_with_warmup", "linear_decay_with_warmup", "warmup_stable_decay", is_refused=False),),
+        uses=_with_schedules("alpha_f", is_refused=False),
     )
     """cosine, linear, warmup_stable_decay: the multiplier at t_max."""
-    t_decay: Duration = duration_setting("0.1dur", FRACTION_OF_RUN, uses=STABLE_DECAY)
+    t_decay: Duration = duration_setting("0.1dur", FRACTION_OF_RUN, uses=_with_schedules("t_decay"))
     """Span of the decay, which ends at t_max. Until then the rate is lr."""
-    decay: str | None = setting(None, choices="linear cosine 1-sqrt", uses=STABLE_DECAY)
+    decay: str | None = setting(None, choices="linear cosine 1-sqrt", uses=_with_schedules("decay"))
     """Shape of the decay; default linear."""
-    t_scale: Duration = duration_setting("1ba", FRACTION_OF_RUN, uses=INVERSE_SQUARE_ROOT)
+    t_scale: Duration = duration_setting("1ba", FRACTION_OF_RUN, uses=_with_schedules("t_scale"))
     """Time scale of the decay."""
-    t_cooldown: Duration = duration_setting("0ba", FRACTION_OF_RUN, may_be_zero=True, uses=INVERSE_SQUARE_ROOT)
+    t_cooldown: Duration = duration_setting(
+        "0ba", FRACTION_OF_RUN, may_be_zero=True, uses=_with_schedules("t_cooldown")
+    )
     """Linear decay over the last span before t_max."""
-    alpha_f_decay: float = setting(0.0, NON_NEGATIVE, uses=INVERSE_SQUARE_ROOT)
+    alpha_f_decay: float = setting(0.0, NON_NEGATIVE, uses=_with_schedules("alpha_f_decay"))
     """Multiplier that the decay tends to."""
-    alpha_f_cooldown: float = setting(0.0, NON_NEGATIVE, uses=INVERSE_SQUARE_ROOT)
+    alpha_f_cooldown: float = setting(0.0, NON_NEGATIVE, uses=_with_schedules("alpha_f_cooldown"))
     """Multiplier at the end of the cool-down."""
     kwargs: dict[str, Any] = setting(dict, uses=(OWN_SCHEDULE,))
     """Arguments of a `python:` schedule."""

@@ -12,6 +12,7 @@ from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.config.layers import ConfigLayer, source_of
 from llmfoundry_lite.config.layout import DEGREE_KEYS
 from llmfoundry_lite.config.optimizer_schema import SchedulerConfig
+from llmfoundry_lite.config.schedules import SCHEDULES
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.uses import note_unused_keys
@@ -70,7 +71,7 @@ def _find_bare_numbers(config: TrainConfig, layers: Sequence[ConfigLayer]) -> It
 def _find_long_spans(run: Duration, schedule: SchedulerConfig) -> Iterator[Surprise]:
     """Yield durations of the schedule that are longer than the run, so that a part of the schedule is never reached."""
     meanings = {"t_warmup": "the learning rate never reaches lr", "t_max": "the schedule does not end"}
-    if schedule.name == "constant_with_warmup":
+    if schedule.name in SCHEDULES and not SCHEDULES[schedule.name].has_end:
         del meanings["t_max"]
     for key, meaning in meanings.items():
         duration: Duration = getattr(schedule, key)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.config.layout import Layout, layout_of
+from llmfoundry_lite.config.optimizers import estimated_optimizer
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate, estimate_moments, optimizer_slots
 from llmfoundry_lite.estimate.parameters import count_rounding
@@ -33,8 +34,6 @@ ROUNDING = 1 / 300
 """Fraction of all memory that torch's allocator adds by rounding up; by rehearsals."""
 GATHER_BYTES = 1 << 27
 """Bytes of parameters that ZeRO-1 gathers at a time after a step, as in `llmfoundry_layouts.zero`."""
-OPTIMIZER_SCRATCH = {"lion": 1, "decoupled_lionw": 1}
-"""Temporary fp32 elements for each parameter during an optimizer's step. torch's fused AdamW needs none."""
 
 
 def estimate_training_memory(config: TrainConfig, layout: Layout, device: Accelerator | None = None) -> MemoryEstimate:
@@ -87,7 +86,7 @@ def add_step_and_libraries(portion: Portion, estimate: MemoryEstimate, device: A
     # tensors. ZeRO-1 gathers the new parameters into a buffer for all owners' parts, beside the part that this device
     # sends.
     parameters_bytes = estimate.parameters_bytes
-    num_scratch_per_parameter = OPTIMIZER_SCRATCH.get(portion.config.optimizer.name, 0)
+    num_scratch_per_parameter = estimated_optimizer(portion.config.optimizer.name).num_scratch
     scratch_bytes = parameters_bytes * num_scratch_per_parameter // num_owners
     gathered_bytes = 0
     if num_owners > 1:
@@ -197,7 +196,7 @@ def _can_offload_optimizer(config: TrainConfig, layout: Layout) -> bool:
     """
     if config.sharding.offload_optimizer:
         return False
-    is_ruled_out = layout.pipeline > 1 or config.optimizer.name == "muon"
+    is_ruled_out = layout.pipeline > 1 or estimated_optimizer(config.optimizer.name).multiplies_matrices
     return not is_ruled_out and config.sharding.sharding_strategy != "ZERO_1"
 
 

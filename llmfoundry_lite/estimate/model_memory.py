@@ -13,16 +13,12 @@ import math
 from dataclasses import dataclass, replace
 
 from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.optimizers import OPTIMIZERS, estimated_optimizer
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.estimate.parameters import count_share, shapes_of_block, shapes_outside_blocks
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
 from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.own_code import is_own
-
-OPTIMIZER_SLOTS = {"lion": (1,), "decoupled_lionw": (1,), "muon": (1, 2)}
-"""fp32 elements that an optimizer keeps for each parameter of a block, and for each other parameter if that differs."""
-ADAMW_SLOTS = (2,)
-"""The same for AdamW. A user's own optimizer is assumed to keep as many."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -79,12 +75,15 @@ def optimizer_slots(config: TrainConfig) -> tuple[int, ...]:
     The result has one count for all parameters, or two: one for matrices in blocks, and one for all other parameters.
     Muon keeps one element for the former and two for the latter, which it leaves to AdamW.
     """
-    return OPTIMIZER_SLOTS.get(config.optimizer.name, ADAMW_SLOTS)
+    row = estimated_optimizer(config.optimizer.name)
+    if row.slots_of_matrices is None:
+        return (len(row.slots),)
+    return len(row.slots_of_matrices), len(row.slots)
 
 
 def knows_optimizer(config: TrainConfig) -> bool:
     """Return whether the state that the optimizer keeps is known. For a user's own optimizer it is a guess."""
-    return not is_own(config.optimizer.name)
+    return config.optimizer.name in OPTIMIZERS
 
 
 def describe_unknown_parts(model: ModelConfig) -> str:

@@ -1,7 +1,7 @@
 """One `build_<thing>` for each block of the YAML, and the trainer that consists of them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from composer.loggers import LoggerDestination
 from torch.optim import Optimizer
 
 from llmfoundry_lite import companions, devices
-from llmfoundry_lite.checkpoint.state import row_orders
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_tasks import load_tasks
@@ -26,12 +25,12 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_lite.models.mpt import Block, has_attention_of_ours
+from llmfoundry_lite.models.mpt import Block
 from llmfoundry_lite.models.own_parts import find_own_parts, mark_of
 from llmfoundry_lite.own_code import call_object, import_object, is_own, trust_code
 from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding_gradient
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
-from llmfoundry_lite.parallel.mesh import build_mesh, build_stage_group
+from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel
@@ -41,8 +40,7 @@ from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loss import cross_entropy_sum, log_p_and_gradient
 from llmfoundry_lite.training.monitor import DropoutSeed, Profiler, RunMonitor
-from llmfoundry_lite.training.muon import build_muon
-from llmfoundry_lite.training.optimizers import build_adamw, build_lion
+from llmfoundry_lite.training.optimizers import OptimizerContext, ParameterGroup, find_builder
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.rank_times import RankTimes
@@ -375,28 +373,16 @@ def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout)
     and its optimizer updates only some rows of each; a companion divides the rows. Raises ConfigError if that is not
     installed, or if the user's own optimizer cannot be built.
     """
-    is_fused = not config.exact_sums  # the last bits of a fused kernel on a CPU depend on where a shard ends
+    context = OptimizerContext(
+        model=model,
+        model_config=config.model,
+        layout=layout,
+        fused=not config.exact_sums,  # the last bits of a fused kernel on a CPU depend on where a shard ends
+    )
 
     def build(parameters: dict[str, torch.nn.Parameter]) -> Optimizer:
         """Build an optimizer for these parameters, which are given by name."""
-        if config.optimizer.name != "muon":
-            return build_optimizer_of(config.optimizer, list(parameters.values()), fused=is_fused)
-
-        # Muon works on whole matrices, so it has to know in which order ranks hold the rows of those that they divide.
-        # `row_orders` takes names as checkpoints have them, with the prefix model/.
-        group = build_stage_group(layout, devices.device_type())
-        state_names = {f"model/{name}": parameter for name, parameter in parameters.items()}
-        orders = row_orders(model, state_names)
-        orders_by_name = {name.removeprefix("model/"): row_ranges for name, row_ranges in orders.items()}
-        return build_muon(
-            parameters,
-            config.optimizer,
-            config.model,
-            group,
-            orders_by_name,
-            fused=is_fused,
-            has_attention_of_ours=has_attention_of_ours(model),
-        )
+        return build_optimizer_of(config.optimizer, parameters, context)
 
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if config.sharding.sharding_strategy == "ZERO_1":
@@ -408,18 +394,18 @@ def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout)
 
 
 def build_optimizer_of(
-    config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter], *, fused: bool = True
+    config: OptimizerConfig, parameters: dict[str, torch.nn.Parameter], context: OptimizerContext
 ) -> Optimizer:
-    """Build AdamW, Lion or the user's own optimizer for `parameters`. `build_muon` builds Muon.
+    """Build the optimizer that `config` names for `parameters`, which are given by name.
 
-    `fused` asks for AdamW's step in one kernel. The user's own optimizer is called with the parameters, `lr`, and the
-    other keys of the block `optimizer`. Raises ConfigError if it cannot be imported, or does not take these keys.
+    The user's own optimizer is called with the parameters, `lr`, and the other keys of the block `optimizer`. Raises
+    ConfigError if it cannot be imported, or does not take these keys.
     """
-    if config.name in ("decoupled_adamw", "adamw"):
-        return build_adamw(parameters, config, fused=fused)
-    if config.name in ("lion", "decoupled_lionw"):
-        return build_lion(parameters, config)
-    return call_object(config.name, "optimizer.name", "optimizer", config.kwargs, parameters, lr=config.lr)
+    if is_own(config.name):
+        tensors = list(parameters.values())
+        return call_object(config.name, "optimizer.name", "optimizer", config.kwargs, tensors, lr=config.lr)
+    build = find_builder(config.name)
+    return build([ParameterGroup(parameters, config)], context)
 
 
 # ------------------------------------------------------------------------------------------------------------- data

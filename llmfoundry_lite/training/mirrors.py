@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from llmfoundry_lite.bounded import MAX_NOTE_BYTES
 from llmfoundry_lite.checkpoint.run_log import Record, console_line, read_lines, validation_losses
 from llmfoundry_lite.config.callbacks_schema import TensorboardConfig, WandbConfig
+from llmfoundry_lite.config.optimizers import OPTIMIZERS
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.wandb_init import RUN_ID, describe_unused_variables, init_arguments
@@ -35,8 +36,6 @@ FOUNDRY_NAMES = {
 }
 """Our name of a metric -> LLM Foundry's, and how many of our units make one of its. Other metrics have the same
 name."""
-OPTIMIZERS = {"decoupled_adamw": "DecoupledAdamW", "decoupled_lionw": "DecoupledLionW"}
-"""Our name of an optimizer -> LLM Foundry's."""
 MAX_EXPONENT = 700.0
 """Losses above this many nats have the perplexity of this loss; exp() overflows at 710."""
 
@@ -49,7 +48,10 @@ def foundry_names(record: Record, optimizer: str) -> Record:
     "metrics/eval/c4/LanguageCrossEntropy" and "metrics/eval/c4/LanguagePerplexity". A metric that LLM Foundry does not
     have keeps its name.
     """
-    optimizer_name = OPTIMIZERS.get(optimizer, optimizer)
+    row = OPTIMIZERS.get(optimizer)
+    optimizer_name = optimizer
+    if row is not None and row.foundry is not None:
+        optimizer_name = row.foundry.class_name
     named: Record = {}
     for key, value in numbers_of(record).items():
         name, unit = FOUNDRY_NAMES.get(key, (key, 1))

@@ -9,6 +9,7 @@ advise. So a fused model takes the same steps as one that is not fused, also if 
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,13 +17,17 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
+from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.grid import Box
 from llmfoundry_lite.checkpoint.planning import NO_ORDERS, box_of
+from llmfoundry_lite.checkpoint.state import row_orders
 from llmfoundry_lite.config.layout import RowRanges
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.optimizer_schema import NEWTON_SCHULZ_STEPS, OptimizerConfig
+from llmfoundry_lite.models.mpt import has_attention_of_ours
+from llmfoundry_lite.parallel.mesh import build_stage_group
 from llmfoundry_lite.ranks.exchange import all_gather_json, rank_and_size
-from llmfoundry_lite.training.optimizers import ADAMW_BETAS, local
+from llmfoundry_lite.training.optimizers import OptimizerContext, ParameterGroup, adamw_group, local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Jordan's coefficients for the iteration of Newton and Schulz: steepest at 0, at the price of singular values between
@@ -46,11 +51,31 @@ class Matrix(NamedTuple):
     """The order in which ranks have the parameter's rows; None for its own order."""
 
 
-def build_muon(
-    named: Mapping[str, Parameter],
-    config: OptimizerConfig,
+def build_muon(groups: Sequence[ParameterGroup], context: OptimizerContext) -> "Muon":
+    """Build Muon for this rank's part of a model. Collective: the ranks that have the same blocks form a group."""
+    parameters: dict[str, Parameter] = {}
+    for group in groups:
+        parameters |= group.parameters
+
+    # Muon works on whole matrices, so it has to know in which order ranks hold the rows of those that they divide.
+    # `row_orders` takes names as checkpoints have them, with the prefix model/.
+    state_names = {f"model/{name}": parameter for name, parameter in parameters.items()}
+    orders = row_orders(context.model, state_names)
+    orders_by_name = {name.removeprefix("model/"): row_ranges for name, row_ranges in orders.items()}
+    return muon_of_groups(
+        groups,
+        context.model_config,
+        build_stage_group(context.layout, devices.device_type()),
+        orders_by_name,
+        fused=context.fused,
+        has_attention_of_ours=has_attention_of_ours(context.model),
+    )
+
+
+def muon_of_groups(
+    groups: Sequence[ParameterGroup],
     model: ModelConfig,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     row_orders: Mapping[str, RowRanges] = NO_ORDERS,
     *,
     fused: bool = True,
@@ -58,22 +83,21 @@ def build_muon(
 ) -> "Muon":
     """Build Muon, which updates the matrices of the model's blocks itself and all other parameters by AdamW.
 
-    `named` are the model's parameters by name, as this rank has them: whole, sharded, or some rows of each. `group` are
-    the ranks that have the same blocks; None for all. `row_orders` has, by name, the order in which ranks have a
-    parameter's rows, if it is not the parameter's own. `fused` asks for AdamW's step in one kernel.
+    `process_group` has the ranks that have the same blocks; None for all. `row_orders` has, by name, the order in which
+    ranks have a parameter's rows, if it is not the parameter's own. `fused` asks for AdamW's step in one kernel.
     `has_attention_of_ours` says that a matrix named Wqkv stacks those of q, k and v.
     """
     matrices: list[Matrix] = []
-    other_parameters: list[Parameter] = []
-    for name, parameter in named.items():
+    other_parameters: dict[str, Parameter] = {}
+    for name, parameter in groups[0].parameters.items():
         is_matrix_of_block = "blocks" in name.split(".") and parameter.ndim == 2
         if is_matrix_of_block:
             stacked_rows = model.stacked_rows(name) if has_attention_of_ours else ()
             heights = stacked_rows or (parameter.size(0),)  # of q, k and v, if one parameter holds them
             matrices.append(Matrix(parameter, heights, row_orders.get(name)))
         else:
-            other_parameters.append(parameter)
-    return Muon(matrices, other_parameters, config, group, fused=fused)
+            other_parameters[name] = parameter
+    return Muon(matrices, other_parameters, groups[0].settings, process_group, fused=fused)
 
 
 class Muon(Optimizer):
@@ -82,13 +106,13 @@ class Muon(Optimizer):
     def __init__(
         self,
         matrices: Sequence[Matrix],
-        others: Sequence[Parameter],
+        others: dict[str, Parameter],
         config: OptimizerConfig,
         group: dist.ProcessGroup | None = None,
         *,
         fused: bool = True,
     ):
-        """Prepare to update `matrices` by Muon and `others` by AdamW. `build_muon` sorts a model's parameters so.
+        """Prepare to update `matrices` by Muon and `others` by AdamW. `muon_of_groups` sorts parameters so.
 
         `group` are the ranks that divide the matrices among them; None for all. The first of `param_groups` is Muon's,
         and those after it are AdamW's, which shares this optimizer's `param_groups` and `state`.
@@ -105,14 +129,8 @@ class Muon(Optimizer):
             "ns_steps": config.ns_steps or NEWTON_SCHULZ_STEPS,
             "adjust_lr_fn": config.adjust_lr_fn or "match_rms_adamw",
         }
-        self.adamw = AdamW(
-            others,
-            lr=config.adamw_lr or config.lr,
-            betas=config.betas or ADAMW_BETAS,
-            eps=config.eps,
-            weight_decay=config.decay,
-            fused=fused or None,  # None lets torch choose another fast implementation; False would not
-        )
+        adamw_options = adamw_group(others, replace(config, lr=config.adamw_lr or config.lr))
+        self.adamw = AdamW([adamw_options], fused=fused or None)  # None lets torch choose another fast implementation
         muon_group = {"params": [matrix.parameter for matrix in matrices], **muon_options}
         super().__init__([muon_group, *self.adamw.param_groups], {})
         # Both see the same options and moments, so that schedules and checkpoints need to know one optimizer.

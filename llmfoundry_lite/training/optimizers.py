@@ -1,49 +1,98 @@
-"""Optimizers over sharded parameters: torch's fused AdamW, and Lion."""
+"""Optimizers over sharded parameters: torch's fused AdamW, and Lion. `config/optimizers.py` has the table of all."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
+from llmfoundry_lite.companions import import_address
+from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
-
-ADAMW_BETAS = (0.9, 0.95)
-"""LLM Foundry's default for its AdamW."""
-LION_BETAS = (0.9, 0.99)
-"""The default of Chen et al. 2023."""
+from llmfoundry_lite.config.optimizers import LION_BETAS, OPTIMIZERS
 
 
-def build_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, *, fused: bool = True) -> Optimizer:
-    """Build torch's AdamW, in one fused kernel, or operation by operation.
+class ParameterGroup(NamedTuple):
+    """Parameters that an optimizer updates with the same settings."""
 
-    On a CPU, the fused kernel's last digits depend on where a shard ends. `decoupled_adamw` shrinks weights by
-    weight_decay * (lr / initial lr) in a step (Loshchilov and Hutter 2019, with the schedule alone as multiplier).
-    torch shrinks them by lr * weight_decay, so it gets weight_decay / initial lr.
-    """
-    decay = config.decay / config.lr if config.name == "decoupled_adamw" else config.decay
-    return AdamW(
-        parameters,
-        lr=config.lr,
-        betas=config.betas or ADAMW_BETAS,
-        eps=config.eps,
-        weight_decay=decay,
-        fused=fused or None,  # None lets torch choose another fast implementation; False would not
-    )
+    parameters: dict[str, torch.nn.Parameter]
+    """By name, as this rank has them: whole, sharded, or some rows of each."""
+    settings: OptimizerConfig
+    """Those of the run, with the group's own learning rate and weight decay."""
 
 
-def build_lion(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    """Build Lion. `decoupled_lionw` means by weight_decay what `decoupled_adamw` does; see `build_adamw`."""
-    decay = config.decay / config.lr if config.name == "decoupled_lionw" else config.decay
-    return Lion(parameters, lr=config.lr, betas=config.betas or LION_BETAS, weight_decay=decay)
+@dataclass(kw_only=True, slots=True, frozen=True)
+class OptimizerContext:
+    """What a builder may need to know besides the parameters and their settings."""
+
+    model: torch.nn.Module
+    """This rank's part of the model."""
+    model_config: ModelConfig
+    layout: Layout
+    """How the run is divided among ranks."""
+    fused: bool = True
+    """Whether a step may be one kernel. On a CPU, the fused kernel's last digits depend on where a shard ends."""
+
+
+class Builder(Protocol):
+    """The function that a row of the table names: it builds an optimizer with a group of torch's for each group."""
+
+    def __call__(self, groups: Sequence[ParameterGroup], context: OptimizerContext) -> Optimizer:
+        """Build the optimizer. Every rank calls this, with its part of each parameter."""
+        ...
+
+
+def find_builder(name: str) -> Builder:
+    """Import the builder of one of our optimizers, which the table of optimizers names."""
+    return import_address(OPTIMIZERS[name].builder)
+
+
+def build_adamw(groups: Sequence[ParameterGroup], context: OptimizerContext) -> Optimizer:
+    """Build torch's AdamW, in one fused kernel, or operation by operation."""
+    torch_groups = [adamw_group(parameters, settings) for parameters, settings in groups]
+    return AdamW(torch_groups, fused=context.fused or None)  # None lets torch choose another fast one; False would not
+
+
+def adamw_group(parameters: dict[str, torch.nn.Parameter], settings: OptimizerConfig) -> dict[str, Any]:
+    """Return a group of parameters as torch's AdamW takes it."""
+    return {
+        "params": list(parameters.values()),
+        "lr": settings.lr,
+        "betas": settings.moment_betas,
+        "eps": settings.eps,
+        "weight_decay": settings.decay_by_rate,
+    }
+
+
+def build_lion(groups: Sequence[ParameterGroup], context: OptimizerContext) -> Optimizer:
+    """Build Lion."""
+    torch_groups: list[dict[str, Any]] = []
+    for parameters, settings in groups:
+        torch_groups.append(
+            {
+                "params": list(parameters.values()),
+                "lr": settings.lr,
+                "betas": settings.moment_betas,
+                "weight_decay": settings.decay_by_rate,
+            }
+        )
+    return Lion(torch_groups, lr=groups[0].settings.lr)
 
 
 class Lion(Optimizer):
     """The sign of an interpolated momentum (Chen et al. 2023, algorithm 2). It keeps one moment for each parameter."""
 
-    def __init__(self, params: Iterable[torch.nn.Parameter], lr: float, betas: Any = LION_BETAS, weight_decay=0.0):
-        """Prepare to update `params`. A step shrinks weights by lr * `weight_decay`."""
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float,
+        betas: Any = LION_BETAS,
+        weight_decay=0.0,
+    ):
+        """Prepare to update `params`, which may be in groups. A step shrinks weights by lr * `weight_decay`."""
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -3,12 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger
 
+from llmfoundry_lite.companions import import_address
 from llmfoundry_lite.config.optimizer_schema import SchedulerConfig
+from llmfoundry_lite.config.schedules import SCHEDULES
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.dataset import TextDataset
@@ -35,6 +38,43 @@ Clock = Callable[[str], float]
 """A unit (ba, ep, sp or tok) -> how much of it has been trained."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Times:
+    """Where a run is in its schedule. All times are in the unit of the run's length.
+
+    A schedule has those of its durations that its row in the table names; the others are 0.
+    """
+
+    t: float
+    """What has been trained."""
+    t_warmup: float
+    t_max: float = 0.0
+    t_scale: float = 0.0
+    t_cooldown: float = 0.0
+    t_decay: float = 0.0
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of the time between t_warmup and t_max that has passed; 1 after t_max."""
+        if self.t_max <= self.t_warmup:  # a warm-up may take the whole run
+            return 1.0
+        return min(1.0, (self.t - self.t_warmup) / (self.t_max - self.t_warmup))
+
+
+class Formula(Protocol):
+    """The function that a row of the table of schedules names."""
+
+    def __call__(self, schedule: SchedulerConfig, times: Times) -> float:
+        """Return the learning rate's factor after the warm-up."""
+        ...
+
+
+@cache
+def find_formula(name: str) -> Formula:
+    """Import the formula of one of our schedules, which the table of schedules names."""
+    return import_address(SCHEDULES[name].formula)
+
+
 def learning_rate_multiplier(
     schedule: SchedulerConfig, max_duration: Duration, elapsed: Clock, batches_per_epoch: int = 1
 ) -> float:
@@ -44,50 +84,21 @@ def learning_rate_multiplier(
     the schedule are counted in the unit of `max_duration`, the length of the run; `config.check` checks that they can
     be.
 
-    All schedules rise linearly during t_warmup. Then, with f the fraction of the time between t_warmup and t_max
-    that has passed:
-
-    constant_with_warmup: 1
-    linear_decay_with_warmup: alpha_i + f (alpha_f - alpha_i)
-    cosine_with_warmup: alpha_f + (1 - alpha_f) (1 + cos(pi f)) / 2
-    inv_sqrt_with_warmup and warmup_stable_decay: see `_inverse_square_root` and `_stable_then_decayed`
-
-    For example, cosine_with_warmup with t_warmup 10ba, t_max 110ba and alpha_f 0.1 gives 0.5 after 5 batches, 1 after
-    10, 0.55 after 60 and 0.1 after 110.
+    All schedules rise linearly during t_warmup, up to `alpha_i` if they have that key, otherwise to 1. For example,
+    cosine_with_warmup with t_warmup 10ba, t_max 110ba and alpha_f 0.1 gives 0.5 after 5 batches, 1 after 10, 0.55 after
+    60 and 0.1 after 110.
     """
+    row = SCHEDULES[schedule.name]
+    lengths: dict[str, float] = {}
+    for key in row.durations:
+        is_time = key != "t_scale"  # which is a parameter of a curve
+        lengths[key] = convert_duration(getattr(schedule, key), max_duration, batches_per_epoch, is_whole=is_time)
+    times = Times(t=elapsed(max_duration.unit), **lengths)
 
-    def convert(duration: Duration, *, is_whole: bool = True) -> float:
-        return convert_duration(duration, max_duration, batches_per_epoch, is_whole=is_whole)
-
-    t = elapsed(max_duration.unit)
-    t_warmup = convert(schedule.t_warmup)
-    t_max = convert(schedule.t_max)
-    is_warming_up = t < t_warmup
-
-    # Two schedules do not follow from f alone.
-    if schedule.name == "inv_sqrt_with_warmup":
-        if is_warming_up:
-            return t / t_warmup
-        t_scale = convert(schedule.t_scale, is_whole=False)
-        return _inverse_square_root(schedule, t, t_warmup, t_max, t_scale, convert(schedule.t_cooldown))
-    if schedule.name == "warmup_stable_decay" and not is_warming_up:
-        return _stable_then_decayed(schedule, t, t_max, convert(schedule.t_decay))
-
-    # The warm-up ends at the value that the schedule begins with.
-    peak = 1.0
-    if schedule.name == "linear_decay_with_warmup":
-        peak = schedule.alpha_i
-    if is_warming_up:
-        return peak * t / t_warmup
-
-    fraction = 1.0  # f; a warm-up may take the whole run
-    if t_max > t_warmup:
-        fraction = min(1.0, (t - t_warmup) / (t_max - t_warmup))
-    if schedule.name == "cosine_with_warmup":
-        return schedule.alpha_f + (1.0 - schedule.alpha_f) * 0.5 * (1.0 + math.cos(math.pi * fraction))
-    if schedule.name == "linear_decay_with_warmup":
-        return peak + fraction * (schedule.alpha_f - peak)
-    return 1.0
+    if times.t < times.t_warmup:
+        peak = schedule.alpha_i if "alpha_i" in row.keys else 1.0
+        return peak * times.t / times.t_warmup
+    return find_formula(schedule.name)(schedule, times)
 
 
 def convert_duration(
@@ -116,44 +127,56 @@ def convert_duration(
     return num_steps / steps_per_unit
 
 
-def _inverse_square_root(
-    schedule: SchedulerConfig, t: float, t_warmup: float, t_max: float, t_scale: float, t_cooldown: float
-) -> float:
-    """Return the learning rate's factor in LLM Foundry's inverse square root schedule, after the warm-up.
+def constant(schedule: SchedulerConfig, times: Times) -> float:
+    """Return the factor of a constant learning rate."""
+    return 1.0
+
+
+def cosine(schedule: SchedulerConfig, times: Times) -> float:
+    """Return the factor of Composer's cosine, which falls from 1 after the warm-up to `alpha_f` at t_max."""
+    return schedule.alpha_f + (1.0 - schedule.alpha_f) * 0.5 * (1.0 + math.cos(math.pi * times.fraction))
+
+
+def linear_decay(schedule: SchedulerConfig, times: Times) -> float:
+    """Return the factor of Composer's linear decay, from `alpha_i` after the warm-up to `alpha_f` at t_max."""
+    return schedule.alpha_i + times.fraction * (schedule.alpha_f - schedule.alpha_i)
+
+
+def inverse_square_root(schedule: SchedulerConfig, times: Times) -> float:
+    """Return the learning rate's factor in LLM Foundry's inverse square root schedule.
 
     The factor first decays from 1 towards `alpha_f_decay`, as 1 / sqrt((t - t_warmup + t_scale) / t_scale) goes from 1
     to 0. During the last `t_cooldown` before `t_max`, it falls linearly from where the decay has got to, and ends at
-    `alpha_f_cooldown`. `t` is the time trained. All times are in the unit of the run's length.
+    `alpha_f_cooldown`.
     """
 
     def decayed(t: float) -> float:
-        root = 1.0 / math.sqrt((t - t_warmup + t_scale) / t_scale)
+        root = 1.0 / math.sqrt((t - times.t_warmup + times.t_scale) / times.t_scale)
         return schedule.alpha_f_decay + (1.0 - schedule.alpha_f_decay) * root
 
     # Before the cooldown. Without one, the factor stays where it was at the end.
-    cooldown_start = max(t_warmup, t_max - t_cooldown)
-    if t < cooldown_start or t_cooldown == 0:
-        return decayed(min(t, cooldown_start))
+    cooldown_start = max(times.t_warmup, times.t_max - times.t_cooldown)
+    if times.t < cooldown_start or times.t_cooldown == 0:
+        return decayed(min(times.t, cooldown_start))
 
-    fraction = min(1.0, (t - cooldown_start) / t_cooldown)
+    fraction = min(1.0, (times.t - cooldown_start) / times.t_cooldown)
     start = decayed(cooldown_start)
     return start + fraction * (schedule.alpha_f_cooldown - start)
 
 
-def _stable_then_decayed(schedule: SchedulerConfig, t: float, t_max: float, t_decay: float) -> float:
-    """Return the learning rate's factor in MiniCPM's schedule (Hu et al. 2024), after the warm-up.
+def stable_then_decayed(schedule: SchedulerConfig, times: Times) -> float:
+    """Return the learning rate's factor in MiniCPM's schedule (Hu et al. 2024).
 
     It is 1 until t_max - t_decay, and then decays to `alpha_f` at t_max: linearly, as a cosine, or as 1 - sqrt(f)
-    (Hägele et al. 2024), where f is the fraction of the decay that has passed. `t` is the time trained. All times are
-    in the unit of the run's length.
+    (Hägele et al. 2024), where f is the fraction of the decay that has passed.
 
     Before the decay, nothing depends on when the run ends. So a checkpoint from before it can be carried on with
     another end, or decayed at once.
     """
-    if t_decay:
-        fraction = min(1.0, max(0.0, (t - (t_max - t_decay)) / t_decay))
+    if times.t_decay:
+        fraction = min(1.0, max(0.0, (times.t - (times.t_max - times.t_decay)) / times.t_decay))
     else:  # a short run's decay may be cut to no step at all
-        fraction = float(t >= t_max)
+        fraction = float(times.t >= times.t_max)
     remaining = {
         "linear": 1.0 - fraction,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * fraction)),
@@ -184,10 +207,7 @@ class LearningRate(Callback):
         if state.dataloader_len is not None or self.own_schedule is not None:
             return
         units_to_convert = (("ep", "ba"), ("ep", "dur"), ("ba", "ep"))  # of the run, and of a duration of the schedule
-        keys = ("t_warmup", "t_max")
-        if self.schedule.name == "constant_with_warmup":  # which does not use t_max
-            keys = ("t_warmup",)
-        for key in keys:
+        for key in SCHEDULES[self.schedule.name].durations:
             duration: Duration = getattr(self.schedule, key)
             if duration.value > 0 and (self.max_duration.unit, duration.unit) in units_to_convert:
                 raise ConfigError(

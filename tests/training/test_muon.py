@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,8 +25,9 @@ from llmfoundry_lite.own_code import trust_code
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
-from llmfoundry_lite.training import builders
-from llmfoundry_lite.training.muon import Matrix, Muon, build_muon, newton_schulz, to_parameter_order, to_rank_order
+from llmfoundry_lite.training import builders, muon
+from llmfoundry_lite.training.muon import Matrix, Muon, muon_of_groups, newton_schulz, to_parameter_order, to_rank_order
+from llmfoundry_lite.training.optimizers import ParameterGroup
 from tests.helpers.launch import launch
 from tests.helpers.layouts import run_in_launches
 from tests.helpers.present import needs
@@ -50,7 +50,7 @@ def test_a_matrix_is_updated_as_torch_updates_it(shape, adjust_lr_fn):
     ours, theirs = (torch.nn.Parameter(random_like(torch.empty(shape), 0)) for _ in range(2))
     config = OptimizerConfig(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn=adjust_lr_fn)
     other = torch.nn.Parameter(torch.ones(3))
-    optimizer = Muon([Matrix(ours, (shape[0],))], [other], config)
+    optimizer = Muon([Matrix(ours, (shape[0],))], {"other": other}, config)
     reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn=adjust_lr_fn)
     for step in range(3):
         ours.grad, theirs.grad = random_like(ours, step + 1), random_like(ours, step + 1)
@@ -64,7 +64,7 @@ def test_a_matrix_is_updated_as_torch_updates_it(shape, adjust_lr_fn):
 def test_what_is_no_matrix_has_a_rate_of_its_own():
     config = OptimizerConfig(name="muon", lr=0.02, adamw_lr=0.3, weight_decay=0.0)
     other = torch.nn.Parameter(torch.ones(3))
-    optimizer = Muon([Matrix(torch.nn.Parameter(torch.ones(2, 2)), (2,))], [other], config)
+    optimizer = Muon([Matrix(torch.nn.Parameter(torch.ones(2, 2)), (2,))], {"other": other}, config)
     other.grad = torch.ones(3)
     optimizer.step()
     torch.testing.assert_close(other.detach(), torch.full((3,), 1 - 0.3))  # AdamW's first step is as large as its rate
@@ -96,7 +96,7 @@ def test_q_k_and_v_are_three_matrices_in_a_subclass_of_ours_alone(tmp_path, monk
     yaml = write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data", optimizer={"name": "muon", "lr": 0.1}))
     config = load_train_config([yaml, f"model.attn_config.attn_type={name}"]).config
     trust_code([name])
-    monkeypatch.setattr(builders, "build_stage_group", lambda *_: None)
+    monkeypatch.setattr(muon, "build_stage_group", lambda *_: None)
     optimizer = builders.build_optimizer(config, MPT(config.model), Layout())
     assert max(len(matrix.heights) for matrix in cast(Muon, optimizer).matrices) == num_matrices
 
@@ -106,7 +106,10 @@ def test_matrices_of_blocks_are_muons_and_a_fused_q_k_v_takes_the_steps_of_three
     fused, apart = (
         MPT(replace(SMALL, attn_config=replace(options, head_dim=head_dim))) for options in (FUSED, SMALL.attn_config)
     )
-    optimizers = [build_muon(dict(m.named_parameters()), OptimizerConfig(**EXACT), m.config) for m in (fused, apart)]
+    settings = OptimizerConfig(**EXACT)
+    optimizers = [
+        muon_of_groups([ParameterGroup(dict(m.named_parameters()), settings)], m.config) for m in (fused, apart)
+    ]
     named = dict(fused.named_parameters())
     others = {name for name, p in named.items() if not any(p is q for q in optimizers[0].param_groups[0]["params"])}
     assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.norm_f.weight"} <= others
@@ -166,7 +169,10 @@ def updates_on_ranks() -> None:
         orders = row_orders(model, {f"model/{n}": p for n, p in named.items()})
         orders = {n.removeprefix("model/"): runs for n, runs in orders.items()}
         assert len(orders) == (2 * SMALL.n_layers if layout.tensor > 1 else 0)  # weights and biases
-        build = partial(build_muon, config=config, model=model_config, group=group, row_orders=orders)
+
+        def build(parameters, config=config, group=group, orders=orders):
+            return muon_of_groups([ParameterGroup(parameters, config)], model_config, group, orders)
+
         if strategy == "ZERO_1":
             optimizer: Any = companions.load("llmfoundry_layouts.zero:share_optimizer")(named, build)
         else:

@@ -5,7 +5,7 @@ import torch
 from composer.optim import DecoupledAdamW
 
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
-from llmfoundry_lite.training.optimizers import build_adamw, build_lion
+from tests.helpers.optimizers import build_small_optimizer
 
 INITIAL_RATE = 0.1
 RATES = (INITIAL_RATE, 0.05, 0.02)
@@ -42,7 +42,7 @@ def train(optimizer, parameter):
 def test_decoupled_adamw_is_composers():
     options = {"lr": INITIAL_RATE, "betas": ADAM_BETAS, "eps": 1e-8, "weight_decay": 0.01}
     our_parameter = new_parameter()
-    our_optimizer = build_adamw([our_parameter], OptimizerConfig(name="decoupled_adamw", **options))
+    our_optimizer = build_small_optimizer([our_parameter], name="decoupled_adamw", **options)
     composers_parameter = new_parameter()
     composers_optimizer = DecoupledAdamW([composers_parameter], **options)
 
@@ -54,7 +54,7 @@ def test_decoupled_adamw_is_composers():
 def test_adamw_is_torchs():
     options = {"lr": INITIAL_RATE, "betas": ADAM_BETAS, "weight_decay": 0.1}
     our_parameter = new_parameter()
-    our_optimizer = build_adamw([our_parameter], OptimizerConfig(name="adamw", **options))
+    our_optimizer = build_small_optimizer([our_parameter], name="adamw", **options)
     torchs_parameter = new_parameter()
     torchs_optimizer = torch.optim.AdamW([torchs_parameter], **options)
 
@@ -82,7 +82,7 @@ def test_lion_follows_its_paper():
     """The paper multiplies weight decay by the learning rate."""
     decay = 0.1
     parameter = new_parameter()
-    optimizer = build_lion([parameter], OptimizerConfig(name="lion", lr=INITIAL_RATE, weight_decay=decay))
+    optimizer = build_small_optimizer([parameter], name="lion", lr=INITIAL_RATE, weight_decay=decay)
     expected = train_lion_as_in_its_paper([rate * decay for rate in RATES])
     torch.testing.assert_close(train(optimizer, parameter), expected)
 
@@ -91,16 +91,16 @@ def test_decoupled_lionw_multiplies_its_decay_by_the_schedule_alone():
     """The first step, which has the initial learning rate, shrinks weights by the whole weight decay."""
     decay = 0.01
     parameter = new_parameter()
-    optimizer = build_lion([parameter], OptimizerConfig(name="decoupled_lionw", lr=INITIAL_RATE, weight_decay=decay))
+    optimizer = build_small_optimizer([parameter], name="decoupled_lionw", lr=INITIAL_RATE, weight_decay=decay)
     expected = train_lion_as_in_its_paper([rate / INITIAL_RATE * decay for rate in RATES])
     torch.testing.assert_close(train(optimizer, parameter), expected)
 
 
-@pytest.mark.parametrize(("build", "name"), [(build_adamw, "adamw"), (build_lion, "lion")])
-def test_without_gradients_a_step_changes_nothing(build, name):
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_without_gradients_a_step_changes_nothing(name):
     """Weight decay does not shrink the parameter either."""
     parameter = new_parameter()
-    optimizer = build([parameter], OptimizerConfig(name=name, lr=INITIAL_RATE, weight_decay=0.5))
+    optimizer = build_small_optimizer([parameter], name=name, lr=INITIAL_RATE, weight_decay=0.5)
     optimizer.step()
     assert torch.equal(parameter, new_parameter())
     assert not optimizer.state
@@ -126,15 +126,15 @@ def test_only_decoupled_adamw_has_a_default_decay(name, expected_decay):
 
 
 @pytest.mark.parametrize(
-    ("build", "name", "torchs_decay"),
+    ("name", "torchs_decay"),
     [
         # torch multiplies weight decay by the learning rate, Composer only by the learning rate's schedule.
-        (build_adamw, "decoupled_adamw", COMPOSERS_DECAY / INITIAL_RATE),
-        (build_adamw, "adamw", 0.0),
-        (build_lion, "lion", 0.0),
-        (build_lion, "decoupled_lionw", 0.0),
+        ("decoupled_adamw", COMPOSERS_DECAY / INITIAL_RATE),
+        ("adamw", 0.0),
+        ("lion", 0.0),
+        ("decoupled_lionw", 0.0),
     ],
 )
-def test_an_optimizer_is_built_with_the_default_decay(build, name, torchs_decay):
-    optimizer = build([new_parameter()], OptimizerConfig(name=name, lr=INITIAL_RATE))
+def test_an_optimizer_is_built_with_the_default_decay(name, torchs_decay):
+    optimizer = build_small_optimizer([new_parameter()], name=name, lr=INITIAL_RATE)
     assert optimizer.param_groups[0]["weight_decay"] == torchs_decay

@@ -19,7 +19,6 @@ from llmfoundry_lite.checkpoint.state import parameter_names
 from llmfoundry_lite.config.layout import divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
 from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate import memory
@@ -27,10 +26,10 @@ from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
-from llmfoundry_lite.training.builders import build_optimizer_of
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 from tests.helpers.launch import launch
 from tests.helpers.layouts import assert_same_run, run_in_launches
+from tests.helpers.optimizers import build_small_optimizer
 from tests.helpers.runs import run
 from tests.helpers.tiny import tiny_config, write_config, write_data
 
@@ -45,7 +44,6 @@ def steps_on_ranks(all_gather_bytes: int) -> None:
     zero.GATHER_BYTES = all_gather_bytes
     told: dict[str, Any] = {}
     for name in NAMES:
-        options = OptimizerConfig(name=name, lr=0.1, weight_decay=0.1)
         models, optimizers = [], []
         for strategy in ("NO_SHARD", "ZERO_1"):
             layout = divide_devices(FSDPConfig(sharding_strategy=strategy), dist.get_world_size())
@@ -53,9 +51,8 @@ def steps_on_ranks(all_gather_bytes: int) -> None:
             model = build_parallel_model(SMALL, fsdp, PRECISIONS["fp32", "DEFAULT"], build_mesh(layout, "cpu"), 1)
             parameters = list(model.parameters())
             models.append(model)
-            optimizers.append(
-                build_optimizer_of(options, parameters if strategy == "NO_SHARD" else rows_of(parameters))
-            )
+            updated = parameters if strategy == "NO_SHARD" else rows_of(parameters)
+            optimizers.append(build_small_optimizer(updated, name=name, lr=0.1, weight_decay=0.1))
         step_together(optimizers[1])
         for step in range(2):
             for model in models:

@@ -31,8 +31,8 @@ writes, softmax reads and writes, a product reads. Counted; it cannot be fewer."
 SCORE_GRADIENT_TRANSFERS = 7
 """The same in the backward pass: two products read the weights or write their gradient, softmax reads both and writes
 the scores' gradient, and two products read that. Counted."""
-OPTIMIZER_BYTES = 40
-"""Bytes read and written for each parameter by AdamW and by clipping its gradient."""
+CLIPPING_BYTES = 12
+"""Bytes read and written for each parameter by clipping its gradient: read for the norm, then read and written."""
 READ_TOKENS_PER_SECOND = 7e6
 """Rate of one process of the loader, from local shards: 8,000 samples of 2,048 took 2.3 s of an AMD EPYC core,
 2026-11-22."""

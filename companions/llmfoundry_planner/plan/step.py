@@ -24,6 +24,7 @@ from llmfoundry_layouts.stages import assign_stages, count_block_and_head_parame
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.optimizer_schema import NEWTON_SCHULZ_STEPS
+from llmfoundry_lite.config.optimizers import estimated_optimizer
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.sharding_schema import PipelineConfig
 from llmfoundry_lite.errors import ConfigError
@@ -34,11 +35,11 @@ from llmfoundry_planner.plan.bubble import simulate_bubble
 from llmfoundry_planner.plan.exchanges import context_exchanges, parameter_exchanges, stage_sends, stream_reductions
 from llmfoundry_planner.plan.network import Group, Node, find_node, group_of, send_seconds
 from llmfoundry_planner.plan.rates import (
+    CLIPPING_BYTES,
     COMPILED_SHARE,
     LOGIT_BYTES,
     MANY_DEVICES,
     MEMORY_SHARE,
-    OPTIMIZER_BYTES,
     OVERLAP_COST,
     READ_TOKENS_PER_SECOND,
     SCORE_GRADIENT_TRANSFERS,
@@ -498,10 +499,13 @@ def _time_optimizer(
         num_sharing = p.layout.of_parameters.shard
     elif p.shares_optimizer:
         num_sharing = p.layout.of_parameters.replicate
-    num_parameters = num_blocks * parameters.per_block + parameters.outside_blocks
-    seconds = OPTIMIZER_BYTES * num_parameters / num_sharing / rates.memory_bytes_per_second
+    optimizer = estimated_optimizer(p.config.optimizer.name)
+    bytes_of_matrices = optimizer.moved_bytes_of_matrices or optimizer.moved_bytes
+    moved_bytes = (CLIPPING_BYTES + bytes_of_matrices) * num_blocks * parameters.per_block
+    moved_bytes += (CLIPPING_BYTES + optimizer.moved_bytes) * parameters.outside_blocks
+    seconds = moved_bytes / num_sharing / rates.memory_bytes_per_second
 
-    if p.config.optimizer.name == "muon":
+    if optimizer.multiplies_matrices:
         seconds += _time_newton_schulz(p, num_blocks, hardware)
     return seconds
 

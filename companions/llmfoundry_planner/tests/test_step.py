@@ -8,12 +8,19 @@ import pytest
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
+from llmfoundry_lite.config.optimizers import ADAMW_MOVED_BYTES, MUON_MOVED_BYTES
 from llmfoundry_lite.config.sharding_schema import PipelineConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_planner.plan.network import Group, Node, find_node
-from llmfoundry_planner.plan.rates import LINK_SHARE, OVERLAP_COST, PUBLISHED
-from llmfoundry_planner.plan.step import StepTime, find_hardware, newton_schulz_flops, step_time
+from llmfoundry_planner.plan.rates import LINK_SHARE, MEMORY_SHARE, OVERLAP_COST, PUBLISHED
+from llmfoundry_planner.plan.step import (
+    StepTime,
+    count_block_and_outside,
+    find_hardware,
+    newton_schulz_flops,
+    step_time,
+)
 from tests.helpers.plans import config_of
 
 D_MODEL = 2048
@@ -118,12 +125,16 @@ def test_an_iteration_of_a_matrix_multiplies_by_its_shorter_side(rows, columns):
 
 
 def test_muon_multiplies_the_matrices_of_each_block_in_its_step():
-    """Four of attention, all square, and two of the feed-forward layer."""
+    """Four of attention, all square, and two of the feed-forward layer. The rest of its step moves more bytes, too."""
     square_flops = newton_schulz_flops(D_MODEL, D_MODEL, NUM_ITERATIONS)
     ffn_flops = newton_schulz_flops(D_MODEL, 4 * D_MODEL, NUM_ITERATIONS)
     muon_flops = NUM_BLOCKS * (4 * square_flops + 2 * ffn_flops)
     reached_flops_per_second = PUBLISHED["A100"].products * A100_PEAK_FLOPS
-    assert added_by_muon(ONE_DEVICE) == pytest.approx(muon_flops / reached_flops_per_second)
+    reached_bytes_per_second = MEMORY_SHARE * ACCELERATORS["A100-80GB"].memory_bandwidth_bytes_per_second
+    num_parameters = NUM_BLOCKS * count_block_and_outside(MODEL_1B)[0]
+    added_bytes = (MUON_MOVED_BYTES - ADAMW_MOVED_BYTES) * num_parameters
+    seconds = muon_flops / reached_flops_per_second + added_bytes / reached_bytes_per_second
+    assert added_by_muon(ONE_DEVICE) == pytest.approx(seconds)
 
 
 def test_muon_takes_a_fused_matrix_as_its_three_parts():
