@@ -29,7 +29,8 @@ from llmfoundry_lite.errors import (
     printable,
 )
 from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_lite.estimate.model_memory import describe_unknown_parts, knows_optimizer
+from llmfoundry_lite.estimate.model_memory import describe_unknown_parts
+from llmfoundry_lite.estimate.own_optimizer import read_told_state
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.own_code import is_own
 from llmfoundry_lite.preflight import Preflight, count_epoch_samples
@@ -300,11 +301,18 @@ def _describe_memory(config: TrainConfig, layout: Layout) -> list[str]:
     is_measured_later = config.device_train_microbatch_size == "auto"
     assumption = " (microbatches of 1 sample)" if is_measured_later else ""
     lines = [f"{estimate_training_memory(config, layout)}{assumption}"]
-    if not knows_optimizer(config):
-        lines.append(
-            f"how much {config.optimizer.name} keeps is not known; `optimizer` is assumed to be two numbers for each "
-            "parameter, as of AdamW"
-        )
+    if is_own(config.optimizer.name):
+        told = read_told_state(config.optimizer.name)
+        if told.bytes_per_parameter is None:
+            lines.append(
+                f"how much {config.optimizer.name} keeps is not known; `optimizer` is assumed to be two numbers for "
+                f"each parameter, as of AdamW; {told.explanation}"
+            )
+        else:
+            lines.append(
+                f"{config.optimizer.name} keeps {told.bytes_per_parameter:g} bytes for each parameter; "
+                f"{told.explanation}"
+            )
     return lines
 
 

@@ -15,7 +15,6 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ from llmfoundry_lite.evaluation.tasks import check_task
 from llmfoundry_lite.files import exists, is_file, open_regular
 from llmfoundry_lite.hardware import GIB, Device
 from llmfoundry_lite.own_code import PREFIX
+from llmfoundry_lite.own_facts import find_module
 
 C_COMPILERS = ("gcc", "clang", "g++")
 FAST_MULTIPLE = 128
@@ -329,37 +329,9 @@ def _check_import_paths(config: TrainConfig) -> None:
     """
     for key, name in config.own_code:
         module, _, _ = name.removeprefix(PREFIX).partition(":")
-        missing_module = _find_missing_module(module)
+        missing_module = "" if module in sys.modules else find_module(module).missing
         if missing_module:
             raise ConfigError(f"{key}: {name}: No module named {missing_module!r}; is its folder on PYTHONPATH?")
-
-
-def _find_missing_module(module: str) -> str | None:
-    """Return the shortest beginning of a dotted module name that names no module; None if the module exists.
-
-    For `package.inner.module`, that is `package` if there is no such package, or `package.inner` if the package has no
-    such module. Modules are looked for as files, without importing anything. The working directory is searched too,
-    because it is where users keep modules of their own.
-    """
-    if module in sys.modules:
-        return None
-
-    # Find the outermost package.
-    module_name, *inner_names = module.split(".")
-    try:
-        spec = importlib.util.find_spec(module_name) or PathFinder.find_spec(module_name, [os.getcwd()])
-    except ValueError:  # a module that was put into sys.modules by hand
-        return None
-
-    # Look for each further part of the name in the folders of the package before it. `importlib.util.find_spec` would
-    # find the whole name at once, but imports the packages on the way.
-    for inner_name in inner_names:
-        if spec is None:
-            break
-        package_folders = list(spec.submodule_search_locations or ())
-        spec = PathFinder.find_spec(inner_name, package_folders)
-        module_name += f".{inner_name}"
-    return module_name if spec is None else None
 
 
 # ---------------------------------------------------------------------------------------- data, tokenizer

@@ -511,7 +511,11 @@ def test_a_dry_run_lists_what_each_stage_holds_and_the_fullest(tmp_path, data):
 # ------------------------------------------------------------------------------------- a user's optimizer, wandb
 
 
-def test_a_dry_run_says_what_is_not_known_of_a_user_s_own_optimizer(tmp_path, data):
+def optimizer_bytes(config):
+    return preflight.estimate_training_memory(config, Layout()).optimizer_bytes
+
+
+def test_a_dry_run_says_what_is_not_known_of_a_user_s_own_optimizer(tmp_path, data, monkeypatch):
     own = {"name": "python:my.optim:Own", "lr": 0.01, "betas": [0.9, 0.99], "weight_decay": 0.3}
     config, found = check(tmp_path, tiny_config(data))
     assert "assumed" not in dry_run.describe_launch(config, Layout(), found)
@@ -522,6 +526,20 @@ def test_a_dry_run_says_what_is_not_known_of_a_user_s_own_optimizer(tmp_path, da
         "else, cosine_with_warmup"
     ) in text
     assert "\n               how much python:my.optim:Own keeps is not known; `optimizer` is assumed to be two" in text
+    assert "as of AdamW; there is no source of my.optim\n" in text
+
+    # Its class may tell.
+    (tmp_path / "own_slots.py").write_text("class Own:\n    slots = ('first', 'second', 'slow')\nraise SystemExit\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own["name"] = "python:own_slots:Own"
+    config = load_train_config([write_config(tmp_path / "run.yaml", tiny_config(data, optimizer=own))]).config
+    text = dry_run.describe_launch(config, Layout(), found)
+    assert (
+        "\n               python:own_slots:Own keeps 12 bytes for each parameter; its class says so with slots\n"
+        in text
+    )
+    assumed = optimizer_bytes(replace(config, optimizer=replace(config.optimizer, name="adamw", kwargs={})))
+    assert optimizer_bytes(config) == 1.5 * assumed
 
 
 @pytest.mark.parametrize("must_exist", [True, False])

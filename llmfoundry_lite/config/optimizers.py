@@ -125,7 +125,8 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
 """Name in a YAML -> the optimizer."""
 
 ASSUMED_OPTIMIZER = OPTIMIZERS["adamw"]
-"""What estimates take an optimizer of the user's own for, since they import no code."""
+"""What estimates take an optimizer of the user's own for, since they import no code. Its class may tell how much
+it keeps (`estimate/own_optimizer.py`)."""
 
 
 def estimated_optimizer(name: str) -> OptimizerRow:

@@ -106,7 +106,7 @@ def add_step_and_libraries(portion: Portion, estimate: MemoryEstimate, device: A
 
     # Add what torch's allocator rounds up. The parameters and each slot of the optimizer's state are rounded up alike.
     rounded_bytes = int(estimate.total_bytes * ROUNDING)
-    rounded_bytes += (1 + optimizer_slots(portion.config)[0]) * count_rounding(portion)
+    rounded_bytes += int((1 + optimizer_slots(portion.config)[0]) * count_rounding(portion))
 
     # Add the workspaces of libraries.
     workspace_bytes = WORKSPACE_BYTES if device is None else device.workspace_bytes

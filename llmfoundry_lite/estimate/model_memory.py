@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.optimizers import OPTIMIZERS, estimated_optimizer
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.estimate.own_optimizer import read_told_state
 from llmfoundry_lite.estimate.parameters import count_share, shapes_of_block, shapes_outside_blocks
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
 from llmfoundry_lite.hardware import GIB, MIB
@@ -69,12 +70,17 @@ class MemoryEstimate:
         return f"about {self.total_bytes / unit_bytes:.2f} {unit} per device: {', '.join(parts)}"
 
 
-def optimizer_slots(config: TrainConfig) -> tuple[int, ...]:
+def optimizer_slots(config: TrainConfig) -> tuple[float, ...]:
     """Return how many fp32 elements the optimizer keeps for each parameter: 2 for AdamW, which has two moments.
 
     The result has one count for all parameters, or two: one for matrices in blocks, and one for all other parameters.
-    Muon keeps one element for the former and two for the latter, which it leaves to AdamW.
+    Muon keeps one element for the former and two for the latter, which it leaves to AdamW. A user's own optimizer keeps
+    what its class says.
     """
+    if is_own(config.optimizer.name):
+        told_bytes = read_told_state(config.optimizer.name).bytes_per_parameter
+        if told_bytes is not None:
+            return (told_bytes / FP32_BYTES,)
     row = estimated_optimizer(config.optimizer.name)
     if row.slots_of_matrices is None:
         return (len(row.slots),)
@@ -82,8 +88,9 @@ def optimizer_slots(config: TrainConfig) -> tuple[int, ...]:
 
 
 def knows_optimizer(config: TrainConfig) -> bool:
-    """Return whether the state that the optimizer keeps is known. For a user's own optimizer it is a guess."""
-    return config.optimizer.name in OPTIMIZERS
+    """Return whether the state that the optimizer keeps is known, and not assumed to be as large as AdamW's."""
+    name = config.optimizer.name
+    return name in OPTIMIZERS or read_told_state(name).bytes_per_parameter is not None
 
 
 def describe_unknown_parts(model: ModelConfig) -> str:
@@ -122,7 +129,7 @@ def estimate_moments(portion: Portion) -> dict[str, MemoryEstimate]:
     in_loss = MemoryEstimate(
         parameters_bytes=FP32_BYTES * num_parameters,
         gradients_bytes=0 if portion.has_one_microbatch else num_parameters * portion.sum_bytes,
-        optimizer_bytes=FP32_BYTES * num_slots,
+        optimizer_bytes=int(FP32_BYTES * num_slots),
         unsharded_bytes=0,
         activations_bytes=count_activations(portion),
         logits_bytes=count_logits(portion) + hidden_bytes,

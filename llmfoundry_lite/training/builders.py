@@ -41,6 +41,7 @@ from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loss import cross_entropy_sum, log_p_and_gradient
 from llmfoundry_lite.training.monitor import DropoutSeed, Profiler, RunMonitor
 from llmfoundry_lite.training.optimizers import OptimizerContext, ParameterGroup, find_builder
+from llmfoundry_lite.training.own_optimizer import CompareOptimizerState
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.rank_times import RankTimes
@@ -154,6 +155,8 @@ def build_callbacks(
             partners,
         ),
     ]
+    if is_own(config.optimizer.name):
+        callbacks.append(CompareOptimizerState(config.optimizer.name))
 
     # Dropout needs a seed in each batch, but seeding takes time that a model without dropout does not have to spend.
     has_dropout = any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop))

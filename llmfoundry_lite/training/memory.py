@@ -102,7 +102,7 @@ class Search:
     advise: Callable[[], str] = lambda: ""
     """Returns settings that need less memory, for the error."""
 
-    def run(self, num_optimizer_slots: Sequence[int]) -> tuple[int, str]:
+    def run(self, num_optimizer_slots: Sequence[float]) -> tuple[int, str]:
         """Return the number of samples in a microbatch, and what was measured, in words.
 
         Collective. The size is the same on every rank, and the text has this rank's numbers. `num_optimizer_slots` says
@@ -246,15 +246,15 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
 
 
-def _state_bytes(optimizer: Optimizer, num_slots: Sequence[int]) -> int:
+def _state_bytes(optimizer: Optimizer, num_slots: Sequence[float]) -> int:
     """Return the bytes of this rank's optimizer state.
 
     `num_slots` are the numbers that it keeps for a parameter, by group; the last one counts for all later groups too.
     """
-    total = 0
+    total = 0.0
     for index, group in enumerate(optimizer.param_groups):
         total += _bytes(group["params"]) * num_slots[min(index, len(num_slots) - 1)]
-    return total
+    return int(total)
 
 
 def _bytes(parameters: Iterable[torch.nn.Parameter]) -> int:

@@ -1,0 +1,63 @@
+"""Compares what an optimizer of the user's own keeps with what its class says, by which memory was estimated."""
+
+import torch.distributed as dist
+from composer.core import Callback, State
+from composer.loggers import Logger
+from torch import Tensor
+from torch.optim import Optimizer
+
+from llmfoundry_lite.estimate.own_optimizer import read_told_state
+from llmfoundry_lite.training.optimizers import local
+
+TOLERANCE = 0.01
+"""Relative difference that is not worth a line. Counters of steps make a small one."""
+
+
+class CompareOptimizerState(Callback):
+    """Prints once what the user's own optimizer keeps, if its class does not say so or says something else."""
+
+    def __init__(self, name: str):
+        """Compare the optimizer with the import path `name`."""
+        self.name = name
+        self.is_compared = False
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Compare after the first batch in which the optimizer has made a step. Rank 0 prints."""
+        if self.is_compared or dist.get_rank() != 0:
+            return
+        kept = measure_bytes_per_parameter(state.optimizers[0])
+        if kept is None:
+            return
+        self.is_compared = True
+        line = describe_difference(self.name, kept)
+        if line:
+            print(line, flush=True)
+
+
+def measure_bytes_per_parameter(optimizer: Optimizer) -> float | None:
+    """Return the bytes that an optimizer keeps for each element of this rank's parameters; None before its first step.
+
+    Only tensors count. Numbers, such as a counter of steps, are small.
+    """
+    if not optimizer.state:
+        return None
+    num_elements = 0
+    state_bytes = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            num_elements += local(parameter).numel()
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, Tensor):
+                    state_bytes += local(value).numel() * value.element_size()
+    return state_bytes / num_elements if num_elements else None
+
+
+def describe_difference(name: str, kept: float) -> str:
+    """Return a line about an optimizer that keeps `kept` bytes for each parameter; empty if its class says the same."""
+    told = read_told_state(name)
+    fact = f"optimizer: {name} keeps {kept:.3g} bytes for each parameter"
+    if told.bytes_per_parameter is None:
+        return f"{fact}; a dry run could know it: bytes_per_parameter = {kept:.3g} in its class"
+    if abs(kept - told.bytes_per_parameter) <= TOLERANCE * kept:
+        return ""
+    return f"{fact}, and its class says {told.bytes_per_parameter:g}, by which memory was estimated; correct it there"
