@@ -34,11 +34,12 @@ from llmfoundry_lite.config.load_train import (
     LoadedTrain,
     MergedFiles,
     Observed,
-    find_console,
     find_observed,
     find_run_folder,
+    is_console_json,
     load_train_config,
     merge_files,
+    read_unchecked,
 )
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_MEANINGS, CheckpointError, ConfigError, chain_of_causes, printable
@@ -196,15 +197,19 @@ def observed(
     merged = None
     with contextlib.suppress(ConfigError):  # `check` meets the error again, and records it
         merged = merge_files(arguments, given)
-    launch = find_observed(arguments, given=given, merged=merged)
+    values = read_unchecked(arguments, given=given, merged=merged)
     is_possible = companions.is_installed("llmfoundry_ops")  # without it, `check` refuses the run
+    if values is None or not is_possible:
+        yield merged
+        return
+
+    launch = find_observed(values)
     with contextlib.ExitStack() as at_end:
         # The process prints too, so it has to find the console as it stays.
-        run_name = find_console(arguments, given=given, merged=merged)
-        if run_name is not None and is_possible and (is_launcher or is_command):
-            finish_console = use_json_console(run_name, is_launcher=is_launcher)
+        if is_console_json(values) and (is_launcher or is_command):
+            finish_console = use_json_console(values["run_name"], is_launcher=is_launcher)
             at_end.callback(finish_console)
-        if launch is None or not is_possible:
+        if launch is None:
             yield merged
             return
 

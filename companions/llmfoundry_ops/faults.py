@@ -6,7 +6,6 @@ which the observer reads. A reason that rank 0 knows by itself, such as an error
 """
 
 import json
-import signal
 import socket
 import time
 from contextlib import suppress
@@ -23,6 +22,8 @@ LAUNCHER = "launcher"
 """Key of a line of launches.jsonl by the launcher: why a try has failed; null if rank 0 has recorded that itself."""
 RESTARTS = "restarts"
 """Key of the same line: whether the launcher starts the ranks again."""
+WAS_KILLED = "was_killed"
+"""Key of the same line: whether a rank was ended by SIGKILL, as the kernel does when memory runs out."""
 
 
 class FaultRecord:
@@ -39,18 +40,19 @@ class FaultRecord:
         with suppress(OSError):
             self._num_bytes_before = (self.folder / LAUNCHES).stat().st_size
 
-    def note(self, fault: str, *, restarts: bool) -> None:
+    def note(self, fault: str, *, restarts: bool, was_killed: bool = False) -> None:
         """Record how a try has failed whose ranks have ended. A disk that cannot be written changes nothing.
 
         fault: the first thing that went wrong, as the launcher has seen it.
         restarts: whether the ranks start again.
+        was_killed: whether a rank was ended by SIGKILL, and not by the launcher.
         """
         with suppress(OSError):
             reason = fault if fault and self._correct_status(fault) else None
             if not self.folder.is_dir():
                 return  # nothing has begun
             line: dict[str, Any] = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
-            line |= {LAUNCHER: reason, RESTARTS: restarts, "host": socket.gethostname()}
+            line |= {LAUNCHER: reason, RESTARTS: restarts, WAS_KILLED: was_killed, "host": socket.gethostname()}
             with open(self.folder / LAUNCHES, "a", opener=open_no_link) as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -87,8 +89,3 @@ class FaultRecord:
                     if isinstance(content, dict) and "status" in content:
                         last_line = content
         return last_line
-
-
-def was_killed_by_system(fault: str | None) -> bool:
-    """Return whether a rank was ended by SIGKILL, as the kernel does when memory runs out."""
-    return fault is not None and fault.endswith(f"was killed by {signal.SIGKILL.name}")

@@ -257,10 +257,11 @@ class Launcher:
         if self.faults is None:
             return
         fault = outcome.fault
-        has_left_by_itself = "left with exit code" in fault
-        if outcome.rank and has_left_by_itself:
+        rank_code = outcome.rank_code
+        has_failed_by_itself = rank_code is not None and rank_code > EXIT_DONE and rank_code not in CODES
+        if outcome.rank and has_failed_by_itself:
             fault += f"; {log_of(self.logs, outcome.rank)} has its output"
-        self.faults.note(fault, restarts=restarts)
+        self.faults.note(fault, restarts=restarts, was_killed=rank_code == -signal.SIGKILL)
 
     def _stop_server(self) -> None:
         """Kill the server, if there is one. It has no ranks any more, and nothing to lose."""
@@ -341,6 +342,8 @@ class Outcome:
     """The first thing that went wrong."""
     rank: int | None = None
     """The rank on which that went wrong, if it was one."""
+    rank_code: int | None = None
+    """Exit code of that rank, or minus the signal that ended it; None if it had not ended by then."""
     was_killed: bool = False
     """Whether ranks were asked to leave and had to be killed, such as frozen ones."""
 
@@ -360,7 +363,8 @@ class World:
     """Whether the server has ended or is frozen, so that it cannot report the end of ranks."""
     _fault: str = ""
     _faulty_rank: int | None = None
-    """The first fault, which has caused the others, and the rank that had it."""
+    _faulty_code: int | None = None
+    """The first fault, which has caused the others, the rank that had it, and that rank's exit code if it has ended."""
     _kill_at: float = math.inf
     """Monotonic time at which the remaining ranks are killed."""
     _rotation: Rotation | None = None
@@ -418,8 +422,8 @@ class World:
         # Ranks that were asked to leave and were killed count as preempted, unless one of them failed by itself.
         has_failed_rank = any(rank_code > EXIT_DONE for rank_code in codes)
         if code == EXIT_FAILURE and self.leaving_signal is not None and not has_failed_rank:
-            return Outcome(EXIT_PREEMPTED, self._fault, self._faulty_rank, was_killed=True)
-        return Outcome(code, self._fault, self._faulty_rank)
+            return Outcome(EXIT_PREEMPTED, self._fault, self._faulty_rank, self._faulty_code, was_killed=True)
+        return Outcome(code, self._fault, self._faulty_rank, self._faulty_code)
 
     def _has_ended(self) -> bool:
         """Return whether there is nothing to wait for any more."""
@@ -467,7 +471,7 @@ class World:
         process.code = left.code
         if left.code == EXIT_DONE:
             return
-        self._note_fault(describe_end(process.rank, left.code), process.rank)
+        self._note_fault(describe_end(process.rank, left.code), process.rank, left.code)
         grace_seconds = GRACE_SECONDS[launch_code([left.code])]
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
 
@@ -508,11 +512,16 @@ class World:
                 )
                 self._kill_at = now
 
-    def _note_fault(self, fault: str, rank: int | None) -> None:
-        """Keep the first fault. Later ones are its consequences."""
+    def _note_fault(self, fault: str, rank: int | None, code: int | None = None) -> None:
+        """Keep the first fault. Later ones are its consequences.
+
+        rank: the rank that had it, if it was one.
+        code: the rank's exit code, or minus the signal that ended it; None if it has not ended.
+        """
         if not self._fault:
             self._fault = fault
             self._faulty_rank = rank
+            self._faulty_code = code
 
 
 def launch_code(codes: Iterable[int]) -> int:

@@ -46,7 +46,7 @@ from llmfoundry_ops.alerts import (
     Messages,
     name_of_save,
 )
-from llmfoundry_ops.faults import LAUNCHER, RESTARTS, was_killed_by_system
+from llmfoundry_ops.faults import LAUNCHER, RESTARTS, WAS_KILLED
 from llmfoundry_ops.metrics_port import MetricsPort
 from llmfoundry_ops.rank_times import RankTime, read_all_slow_ranks, read_rank_times, read_slow_ranks
 from llmfoundry_ops.receivers import COMMAND_SECONDS, Receiver, notify, post, run_command
@@ -146,6 +146,8 @@ class LaunchObserver:
         """The process that has started this one: rank 0, or the launcher of `train -n`."""
         self._launcher_reason: str | None = None
         """Why ranks ended, as the launcher has recorded it; None if rank 0 knew that itself."""
+        self._was_killed = False
+        """Whether that was SIGKILL, by the system."""
         self._restarts: bool | None = None
         """Whether the launcher starts ranks again that have failed; None while that is not decided."""
 
@@ -292,7 +294,8 @@ class LaunchObserver:
     @property
     def _step_if_killed(self) -> str | None:
         """What to do if the last end of ranks was that one was killed by the system; None if it was not."""
-        return KILLED_STEP if was_killed_by_system(self._launcher_reason) else None
+        was_killed = self._launcher_reason is not None and self._was_killed
+        return KILLED_STEP if was_killed else None
 
     def _follow_launches(self, reason_before: str | None) -> None:
         """Read the beginnings and ends of this launch. `reason_before` is the status' reason at the look before."""
@@ -324,6 +327,7 @@ class LaunchObserver:
         reason = line[LAUNCHER]
         if isinstance(reason, str) and reason:
             self._launcher_reason = reason
+            self._was_killed = line.get(WAS_KILLED) is True
         self._restarts = line.get(RESTARTS) is True
 
     def _tell_restart(self, reason_before: str | None) -> None:

@@ -27,7 +27,7 @@ from llmfoundry_lite.checkpoint.save import file_name
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, file_order, write_shard
 from llmfoundry_lite.checkpoint.staging import as_bytes
 from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
-from llmfoundry_lite.checkpoint.store import CheckpointStore, refuse_newer
+from llmfoundry_lite.checkpoint.store import Candidate, CheckpointStore, refuse_newer
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.convert.to_checkpoint import open_empty_store
 from llmfoundry_lite.data.tokenizer_files import FILES, TOKENIZER_FILE
@@ -59,6 +59,7 @@ def average_checkpoints(
     *,
     last: int | None = None,
     window: str | None = None,
+    candidates: Sequence[Candidate] | None = None,
     on_tensor: Callable[[int, int], None] = lambda done, total: None,
 ) -> Averaged:
     """Average the weights of the last checkpoints of a run, and publish the mean in `out`.
@@ -68,6 +69,8 @@ def average_checkpoints(
     last: how many checkpoints to average.
     window: average every checkpoint of the last stretch of training, such as `2e9tok`, `500ba` or `4000sp`. Give either
         this or `last`.
+    candidates: the checkpoints of the run, as `CheckpointStore.candidates` has returned them just now; None to list
+        them here.
     on_tensor: called after each tensor with the number of tensors that are done, and their total.
 
     Every parent counts the same. Sums are float64, and the result is rounded to fp32 once. Raises ConfigError for a
@@ -81,7 +84,11 @@ def average_checkpoints(
         raise ConfigError(f"checkpoint average: last: {last} given, expected 2 or more")
     if folder_of_checkpoints(out) != out:
         raise CheckpointError(f"{out}: a run folder; give another folder, since the mean is not a save of that run")
-    parents = find_parents(run, last=last, window=None if window is None else parse_window(window))
+    span = None if window is None else parse_window(window)
+    run_store = CheckpointStore(folder_of_checkpoints(run))
+    if candidates is None:
+        candidates = run_store.candidates()
+    parents = find_parents(run_store.root.url, candidates, last=last, window=span)
     check_same_model(parents)
     store = open_empty_store(out)
     lease = store.acquire()
@@ -115,15 +122,18 @@ def parse_window(window: str) -> Duration:
         raise ConfigError(f"checkpoint average: window: {window!r} given, expected {error}") from None
 
 
-def find_parents(run: str, *, last: int | None, window: Duration | None) -> list[Checkpoint]:
+def find_parents(
+    run_url: str, candidates: Sequence[Candidate], *, last: int | None, window: Duration | None
+) -> list[Checkpoint]:
     """Return the checkpoints of a run to average, newest first.
+
+    run_url: the folder of the run's checkpoints, for errors.
+    candidates: its checkpoints, newest first.
 
     A run that went back to an earlier checkpoint may still have others of the abandoned branch. Those are left out, by
     `_is_ancestor`. Raises CheckpointError if there are fewer than two, or fewer than `last`, and for a checkpoint among
     them that cannot be read.
     """
-    store = CheckpointStore(folder_of_checkpoints(run))
-    candidates = store.candidates()
     refuse_newer(candidates)
 
     parents: list[Checkpoint] = []
@@ -142,7 +152,7 @@ def find_parents(run: str, *, last: int | None, window: Duration | None) -> list
         found = ", ".join(parent.name for parent in parents) or "none"
         wanted = f"the last {last} checkpoints" if window is None else f"at least 2 of the last {window.written}"
         raise CheckpointError(
-            f"{store.root.url}: {wanted} are to be averaged, found {found}; average fewer or a longer stretch, or let "
+            f"{run_url}: {wanted} are to be averaged, found {found}; average fewer or a longer stretch, or let "
             "the run keep more of them (save_num_checkpoints_to_keep)"
         )
     return parents

@@ -470,19 +470,23 @@ class CheckpointStore:
         *,
         quarantine: Lease | None = None,
         skip: Collection[str] = (),
+        candidates: Sequence[Candidate] | None = None,
     ) -> Search:
         """Find the newest checkpoint of the run that can be read and that passes `verify`, in the second place too.
 
         verify: called with a checkpoint; raises CheckpointError if there is something wrong with it.
         quarantine: the run's lease. With it, damaged checkpoints are renamed (`set_aside`).
         skip: URLs of checkpoints that are not considered.
+        candidates: what `all_candidates` has returned just now; None to list them here.
 
         Damaged and incomplete checkpoints are passed over, with a line each. Any other error is raised, for instance if
         a newer release has written the checkpoint or if the disk does not answer, because an older checkpoint would not
         be what the user asks for.
         """
         passed_over: dict[str, str] = {}
-        for candidate in self.all_candidates():
+        if candidates is None:
+            candidates = self.all_candidates()
+        for candidate in candidates:
             url = candidate.folder.url
             if url in skip:
                 continue

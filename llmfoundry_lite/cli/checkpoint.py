@@ -71,8 +71,8 @@ def find_checkpoint(location: str) -> Checkpoint:
 
     if is_checkpoint(location):
         return open_checkpoint(location)
-    store, _ = list_candidates(location)
-    search = store.newest_intact(check_structure)
+    store, candidates = list_candidates(location)
+    search = store.newest_intact(check_structure, candidates=candidates)
     if search.checkpoint is None:
         raise CheckpointError(f"{store.root.url}: none of its checkpoints is intact ({'; '.join(search.notes)})")
     for note in search.notes:
@@ -88,8 +88,6 @@ def list_candidates(location: str, *, to_remove: bool = False) -> tuple[Checkpoi
 
     Candidates are not verified, and some may not be readable. Raises CheckpointError if there are none.
     """
-    from llmfoundry_lite.report.reading import CONFIG, find_recorded_folder
-
     folder = open_folder(location)
     is_local = folder.path_here is not None
     if is_local and not folder.exists():
@@ -102,6 +100,8 @@ def list_candidates(location: str, *, to_remove: bool = False) -> tuple[Checkpoi
         return store, candidates
 
     # The run may save elsewhere.
+    from llmfoundry_lite.report.reading import CONFIG, find_recorded_folder
+
     place, advice = store.root.url, "; expected one (…/ba200), a folder of them, or a run directory"
     recorded_folder = find_recorded_folder(location)
     if recorded_folder is not None:
@@ -392,8 +392,8 @@ def average(
     """
     ignore_output_errors()
     average_checkpoints = companions.load("llmfoundry_studies.average:average_checkpoints", "checkpoint average")
-    store, _ = list_candidates(location)
-    averaged = average_checkpoints(store.root.url, out, last=last, window=window)
+    store, candidates = list_candidates(location)
+    averaged = average_checkpoints(store.root.url, out, last=last, window=window, candidates=candidates)
     manifest = averaged.checkpoint.manifest
     print_line(f"averaged {len(averaged.parents)} checkpoints as {averaged.checkpoint.url}")
     print_facts(

@@ -72,7 +72,7 @@ class LoadedTrain(NamedTuple):
 
 
 def merge_files(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> MergedFiles:
-    """Read and merge the files and arguments of a launch, for `find_observed` and `load_train_config`.
+    """Read and merge the files and arguments of a launch, for `read_unchecked` and `load_train_config`.
 
     The arguments are those of `load_train_config`. Raises ConfigError if they cannot be read and merged, or if an
     overlay sets a key that it may not set.
@@ -186,25 +186,16 @@ def find_run_folder(
     The arguments are those of `load_train_config`. Returns None if the files cannot be read and merged, if the run has
     no valid name, or if a companion that is not installed would choose a folder within the run's folder.
     """
-    values = _read_unchecked(arguments, environ, given)
+    values = read_unchecked(arguments, environ, given)
     return None if values is None else Path(values["run_folder"])
 
 
-def find_observed(
-    arguments: Sequence[str],
-    environ: Mapping[str, str] = os.environ,
-    given: Mapping[str, Any] | None = None,
-    merged: MergedFiles | None = None,
-) -> Observed | None:
+def find_observed(values: Mapping[str, Any]) -> Observed | None:
     """Return what a process beside a launch needs to send alerts and to serve metrics; None if the run has neither.
 
-    The arguments are those of `load_train_config`; `merged` is not changed. Other keys are not checked, so that a
-    refused launch sends an alert too. Keys of these two that are not valid count as left out; `load_train_config`
-    refuses them.
+    `values` are those of `read_unchecked`. Other keys are not checked, so that a refused launch sends an alert too.
+    Keys of these two that are not valid count as left out; `load_train_config` refuses them.
     """
-    values = _read_unchecked(arguments, environ, given, merged)
-    if values is None:
-        return None
     alerts = None
     if values.get("alerts") is not None:
         with contextlib.suppress(ConfigError):
@@ -218,32 +209,24 @@ def find_observed(
     return Observed(values["run_name"], Path(values["run_folder"]), alerts, metrics_port, str(host))
 
 
-def find_console(
+def is_console_json(values: Mapping[str, Any]) -> bool:
+    """Return whether the `console_format` of a launch is json.
+
+    `values` are those of `read_unchecked`. Other keys are not checked, so that the line that refuses one is JSON too.
+    """
+    return values.get("console_format") == "json"
+
+
+def read_unchecked(
     arguments: Sequence[str],
     environ: Mapping[str, str] = os.environ,
     given: Mapping[str, Any] | None = None,
     merged: MergedFiles | None = None,
-) -> str | None:
-    """Return the name of a launch's run if its `console_format` is json, else None.
-
-    The arguments are those of `find_observed`. Other keys are not checked, so that the line that refuses one is JSON
-    too.
-    """
-    values = _read_unchecked(arguments, environ, given, merged)
-    if values is None or values.get("console_format") != "json":
-        return None
-    return values["run_name"]
-
-
-def _read_unchecked(
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    given: Mapping[str, Any] | None,
-    merged: MergedFiles | None = None,
 ) -> dict[str, Any] | None:
     """Return the merged values of a launch's files and arguments, with its name and folder, without checking them.
 
-    They are a copy of those in `merged`, or are read. Returns None if the files cannot be read and merged, if the run
+    The arguments are those of `load_train_config`. The values are a copy of those in `merged`, or are read.
+    `run_name` and `run_folder` are among them. Returns None if the files cannot be read and merged, if the run
     has no valid name, or if a companion that is not installed would choose a folder within the run's folder.
     """
     try:

@@ -6,49 +6,26 @@ They know nothing else of the training loop.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from composer import Trainer
-from composer.core import State
-from composer.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.manifest_json import decode_segment, encode_record
-from llmfoundry_lite.checkpoint.save import Saver
-from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.ranks.codec import Item, decode_value, encode_value
 from llmfoundry_lite.ranks.exchange import broadcast_json
-from llmfoundry_lite.training.agreement import Agreement, BatchCounts
-from llmfoundry_lite.training.gradient_step import LOSS, GradientStep, Measured
+from llmfoundry_lite.training.agreement import BatchCounts
+from llmfoundry_lite.training.gradient_step import LOSS, Measured
 from llmfoundry_lite.training.optimizers import clear_gradients, whole_parameters
-from llmfoundry_lite.training.run_state import RunState
-from llmfoundry_lite.training.save_policy import SavePolicy
 
-
-class Saving(Protocol):
-    """The parts of `Checkpointing` that a handle uses. A protocol, because `Checkpointing` imports the partners."""
-
-    config: TrainConfig
-    agreement: Agreement
-    gradient_step: GradientStep
-    policy: SavePolicy
-    run_state: RunState
-    saver: Saver
-    segments: tuple[Segment, ...]
-    first_batch: int
-    begun_batch: int
-
-    def begin(self, state: State) -> None: ...
-    def segments_until(self, state: State) -> tuple[Segment, ...]: ...
-    def save_now(self, state: State, logger: Logger) -> None: ...
-    def finish_saves(self, state: State, logger: Logger) -> None: ...
-    def print_on_rank_0(self, *lines: str) -> None: ...
+if TYPE_CHECKING:  # it imports the partners, which import this module
+    from llmfoundry_lite.training.checkpointing import Checkpointing
 
 
 class RunHandle:
@@ -57,36 +34,36 @@ class RunHandle:
     All ranks of this launch call a method together, unless it says otherwise.
     """
 
-    def __init__(self, trainer: Trainer, saving: Saving, leave: Callable[[str, str], None]):
+    def __init__(self, trainer: Trainer, checkpointing: "Checkpointing", leave: Callable[[str, str], None]):
         """Wrap a run that has been restored, for the other launches of it.
 
-        `saving` is the run's `Checkpointing`. `leave` prints and records, with a status and a text, why this process
+        `checkpointing` restores and saves it. `leave` prints and records, with a status and a text, why this process
         ends. The public attributes may be read by the other launches' code; the private ones are the training loop's.
         """
         # The training loop's own objects, which the other launches reach by methods alone.
         self._state = trainer.state
         self._logger = trainer.logger
-        self._saving = saving
+        self._checkpointing = checkpointing
         """Saves and restores the run, and decides when a save is due."""
-        self._agreement = saving.agreement
+        self._agreement = checkpointing.agreement
         """Exchange of this launch's ranks between two batches: counts, and reasons to leave."""
-        self._gradient_step = saving.gradient_step
+        self._gradient_step = checkpointing.gradient_step
         """Runs between the backward pass and the optimizer, where launches add up their gradients."""
         self._dataset: Any = getattr(trainer.state.train_dataloader, "dataset", None)
         self._newest_lease: int | None = None
         """On rank 0: number of the newest lease when `note_newest_lease` was called."""
 
         # What the other launches read, and functions that they call.
-        self.config = saving.config
+        self.config = checkpointing.config
         """The configuration, with the values that this launch has chosen itself."""
-        self.model: Any = saving.gradient_step.model.model
+        self.model: Any = checkpointing.gradient_step.model.model
         self.optimizer = trainer.state.optimizers[0]
-        self.num_data_ranks = saving.agreement.ranks.size
+        self.num_data_ranks = checkpointing.agreement.ranks.size
         self.microbatch = int(trainer.state.device_train_microbatch_size or 1)
         """Number of samples in a microbatch."""
-        self.is_exact = saving.gradient_step.exact_sums is not None
+        self.is_exact = checkpointing.gradient_step.exact_sums is not None
         """Gradients are sums that do not depend on how rows are divided."""
-        self.print = saving.print_on_rank_0
+        self.print = checkpointing.print_on_rank_0
         self.log = trainer.logger.log_metrics
         self.leave = partial(leave, "preempted")
         """Prints and records why this process ends at once. It may be called from any thread."""
@@ -116,12 +93,12 @@ class RunHandle:
     @property
     def is_last(self) -> bool:
         """The run ends with the last batch."""
-        return self._saving.policy.is_last(self._state)
+        return self._checkpointing.policy.is_last(self._state)
 
     @property
     def is_launch_over(self) -> bool:
         """`stop_after` or `stop_at` is reached, or a callback has asked for the end."""
-        return self._saving.policy.is_launch_over(self._state)
+        return self._checkpointing.policy.is_launch_over(self._state)
 
     @property
     def is_asked_to_leave(self) -> bool:
@@ -138,7 +115,7 @@ class RunHandle:
 
     def segment(self) -> Segment:
         """Return the description of where this launch runs that its checkpoints have."""
-        return self._saving.segments_until(self._state)[-1]
+        return self._checkpointing.segments_until(self._state)[-1]
 
     # ---------------------------------------------------------------------------------------------- batches
 
@@ -240,22 +217,22 @@ class RunHandle:
 
     def digest(self) -> str:
         """Return a digest of weights and optimizer state that does not depend on how ranks divide them."""
-        return self._saving.saver.digest(self.model, self.optimizer)
+        return self._checkpointing.saver.digest(self.model, self.optimizer)
 
     def collect_state(self) -> dict[str, Any]:
         """Return the state besides tensors, as JSON. The ranks exchange nothing."""
-        saving = self._saving
+        checkpointing = self._checkpointing
         segments: Sequence[Segment] = ()
-        if self.batch >= saving.first_batch:  # this launch has trained
-            segments = saving.segments_until(self._state)
-        scalars = encode_value(saving.run_state.collect(self._state))
+        if self.batch >= checkpointing.first_batch:  # this launch has trained
+            segments = checkpointing.segments_until(self._state)
+        scalars = encode_value(checkpointing.run_state.collect(self._state))
         return {"scalars": scalars, "segments": [encode_record(segment) for segment in segments]}
 
     def restore_state(self, collected: Mapping[str, Any]) -> None:
         """Restore what `collect_state` of another launch has returned. This launch begins after that launch's batch."""
-        self._saving.run_state.restore(decode_value(collected["scalars"]), self._state)
-        self._saving.segments = tuple(decode_segment(Item(one, "segment")) for one in collected["segments"])
-        self._saving.begin(self._state)
+        self._checkpointing.run_state.restore(decode_value(collected["scalars"]), self._state)
+        self._checkpointing.segments = tuple(decode_segment(Item(one, "segment")) for one in collected["segments"])
+        self._checkpointing.begin(self._state)
 
     def save(self, *, begins: bool = True) -> int:
         """Wait for the save in progress, and with `begins` save the last batch before that.
@@ -263,16 +240,16 @@ class RunHandle:
         Returns the batch of the newest save. Raises UserError on all ranks if it fails.
         """
         if begins:
-            self._saving.save_now(self._state, self._logger)
+            self._checkpointing.save_now(self._state, self._logger)
         else:
-            self._saving.finish_saves(self._state, self._logger)
-        return self._saving.begun_batch
+            self._checkpointing.finish_saves(self._state, self._logger)
+        return self._checkpointing.begun_batch
 
     def note_newest_lease(self) -> None:
         """Note which launch has taken the run's lease last, for `has_successor`. Rank 0 reads it."""
         if dist.get_rank() == 0:
             with suppress(OSError):
-                self._newest_lease = self._saving.saver.store.leases.highest_epoch()
+                self._newest_lease = self._checkpointing.saver.store.leases.highest_epoch()
 
     def has_successor(self) -> bool:
         """Return whether another launch has taken the run's lease since this one took it.
@@ -282,7 +259,7 @@ class RunHandle:
         """
         has_successor = False
         if dist.get_rank() == 0:
-            saver = self._saving.saver
+            saver = self._checkpointing.saver
             known_epoch = self._newest_lease if saver.lease is None else saver.lease.epoch
             with suppress(OSError):
                 has_successor = known_epoch is not None and saver.store.leases.highest_epoch() > known_epoch

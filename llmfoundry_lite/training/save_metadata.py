@@ -3,59 +3,45 @@
 `Checkpointing` passes them to `checkpoint/save.py`. The ranks exchange nothing here.
 """
 
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from composer.core import State
 
-from llmfoundry_lite.checkpoint.manifest import Segment, Timestamp
+from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.checkpoint.run_log import METRICS
-from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
-from llmfoundry_lite.checkpoint.start import Start
+from llmfoundry_lite.checkpoint.save import SaveMetadata
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.training.run_folder import log_until
-from llmfoundry_lite.training.run_state import RunState
+
+if TYPE_CHECKING:  # it imports this module
+    from llmfoundry_lite.training.checkpointing import Checkpointing
 
 
-class Saving(Protocol):
-    """The parts of `Checkpointing` that the metadata come from. A protocol, because `Checkpointing` imports this."""
-
-    config: TrainConfig
-    start: Start
-    saver: Saver
-    run_state: RunState
-
-    @cached_property
-    def saves_into_run_folder(self) -> bool: ...
-    @cached_property
-    def has_second_in_run_folder(self) -> bool: ...
-    def segments_until(self, state: State) -> tuple[Segment, ...]: ...
-
-
-def collect_metadata(saving: Saving, state: State) -> SaveMetadata:
+def collect_metadata(checkpointing: "Checkpointing", state: State) -> SaveMetadata:
     """Return what a checkpoint of this batch holds besides tensors: clocks, configuration, segments, and the log."""
     timestamp = state.timestamp
     batch = int(timestamp.batch)
 
     # A checkpoint outside the run folder needs a copy of the log. It is read when the save is published, because
     # loggers write this batch's record after the callback that saves.
-    log_path = Path(saving.config.run_folder) / METRICS
-    is_beside_log = saving.saves_into_run_folder
-    if saving.saver.second is not None:
-        is_beside_log = is_beside_log and saving.has_second_in_run_folder
+    log_path = Path(checkpointing.config.run_folder) / METRICS
+    is_beside_log = checkpointing.saves_into_run_folder
+    if checkpointing.saver.second is not None:
+        is_beside_log = is_beside_log and checkpointing.has_second_in_run_folder
     read_log_until_batch = None if is_beside_log else partial(log_until, log_path, batch)
 
     return SaveMetadata(
         timestamp=Timestamp(
             epoch=int(timestamp.epoch), batch=batch, sample=int(timestamp.sample), token=int(timestamp.token)
         ),
-        run_name=saving.config.run_name,
-        fingerprints=saving.start.fingerprints,
-        config=as_dict(saving.config),
-        segments=saving.segments_until(state),
-        scalars=saving.run_state.collect(state),
+        run_name=checkpointing.config.run_name,
+        fingerprints=checkpointing.start.fingerprints,
+        config=as_dict(checkpointing.config),
+        segments=checkpointing.segments_until(state),
+        scalars=checkpointing.run_state.collect(state),
         log=read_log_until_batch,
     )
 

@@ -212,6 +212,15 @@ def test_inspect_says_what_it_passed_over(folder, capsys):
     assert err.startswith("passed over incomplete checkpoint: ") and "missing" in err
 
 
+def test_checkpoints_of_a_folder_are_listed_once(folder, capsys, monkeypatch):
+    """A listing of a bucket reads the beginning of each manifest."""
+    listings = []
+    candidates = CheckpointStore.candidates
+    monkeypatch.setattr(CheckpointStore, "candidates", lambda store: (listings.append(store), candidates(store))[1])
+    run(capsys, "inspect", folder)
+    assert len(listings) == 1
+
+
 def test_prune_keeps_what_it_has_hashed(folder, capsys):
     flip(folder / "checkpoints" / "ba3" / "shard-00000.safetensors", -1)  # sizes and header are still right
     code, out, err = run(capsys, "prune", folder, "--keep", "1", "--dry-run")

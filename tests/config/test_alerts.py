@@ -5,7 +5,7 @@ import pytest
 from llmfoundry_lite import launch_train
 from llmfoundry_lite.config import layers
 from llmfoundry_lite.config.auto_hardware import Choice
-from llmfoundry_lite.config.load_train import find_observed, load_train_config
+from llmfoundry_lite.config.load_train import find_observed, load_train_config, read_unchecked
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.errors import ConfigError
 
@@ -62,12 +62,18 @@ def test_a_variable_that_is_no_url_is_refused_by_its_name(monkeypatch):
         load(FROM_ENV)
 
 
+def observed_by(*arguments):
+    values = read_unchecked(arguments, {})
+    assert values is not None
+    return find_observed(values)
+
+
 def test_alerts_are_found_also_where_another_key_is_refused():
-    found = find_observed(["mpt-quickstart", FROM_ENV, "no_such_key=1", "metrics_port=9400"], {})
+    found = observed_by("mpt-quickstart", FROM_ENV, "no_such_key=1", "metrics_port=9400")
     assert found is not None and found.alerts is not None and found.alerts.webhook == SECRET
     assert (found.run_name, found.metrics_port, found.metrics_host) == ("mpt-quickstart", 9400, "127.0.0.1")
-    assert find_observed(["mpt-quickstart"], {}) is None
-    assert find_observed(["mpt-quickstart", f"alerts.webhook={SECRET}"], {}) is None
+    assert observed_by("mpt-quickstart") is None
+    assert observed_by("mpt-quickstart", f"alerts.webhook={SECRET}") is None
 
 
 class Loaded(BaseException):
@@ -82,8 +88,8 @@ def test_files_are_read_once_for_the_observer_and_the_configuration(monkeypatch)
         choices.append(layers.AUTO)
         return Choice({"precision": "fp32"}, "")
 
-    def find(*arguments, **named):
-        found.append(find_observed(*arguments, **named))
+    def find(values):
+        found.append(find_observed(values))
 
     def load_and_stop(*arguments, **named):
         raise Loaded(load_train_config(*arguments, **named).config)
@@ -96,4 +102,4 @@ def test_files_are_read_once_for_the_observer_and_the_configuration(monkeypatch)
         launch_train.launch(arguments)
     assert len(choices) == 1
     assert as_dict(caught.value.args[0]) == as_dict(load_train_config(arguments).config)
-    assert found == [find_observed(arguments)]
+    assert found == [observed_by(*arguments)]

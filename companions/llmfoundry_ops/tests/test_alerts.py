@@ -363,7 +363,7 @@ def test_the_launcher_knows_why_a_rank_had_to_start_again(folder):
     launch.die()
     launch.look()
     assert launch.observer.state == "restarting"
-    faults.note("rank 1 was killed by SIGKILL", restarts=True)
+    faults.note("rank 1 was killed by SIGKILL", restarts=True, was_killed=True)
     launch.write("running", 1)
     assert launch.look() == ["began", "restarted"]
     assert launch.told[-1].reason == "rank 1 was killed by SIGKILL"
@@ -391,7 +391,7 @@ def test_the_launcher_knows_why_a_rank_had_to_start_again(folder):
     faults.begin_try()
     launch.write("running", 1)
     launch.write("failed", 2, f"{LOST_CONTACT}, which has died")
-    faults.note("rank 1 was killed by SIGKILL", restarts=False)
+    faults.note("rank 1 was killed by SIGKILL", restarts=False, was_killed=True)
     launch.look()
     assert launch.observer.state == "failed"
     alert = launch.end()

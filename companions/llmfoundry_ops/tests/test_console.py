@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 
-from llmfoundry_lite.config.load_train import find_console
+from llmfoundry_lite.config.load_train import is_console_json, read_unchecked
 from llmfoundry_lite.ranks import output
 from llmfoundry_ops import console
 from llmfoundry_ops.console import (
@@ -271,7 +271,7 @@ atexit.register(os.write, 1, b"from an exit handler")
 
 
 def test_the_format_is_found_also_where_another_key_is_refused():
-    assert find_console(["mpt-quickstart", "console_format=json", "no_such_key=1"], {}) == "mpt-quickstart"
-    assert find_console(["mpt-quickstart"], {}) is None
-    assert find_console(["mpt-quickstart", "console_format=jsn"], {}) is None
-    assert find_console(["no-such-file", "console_format=json"], {}) is None
+    for argument, is_json in {"console_format=json": True, "seed=1": False, "console_format=jsn": False}.items():
+        values = read_unchecked(["mpt-quickstart", argument, "no_such_key=1"], {})
+        assert values is not None and is_console_json(values) == is_json
+    assert read_unchecked(["no-such-file", "console_format=json"], {}) is None

@@ -7,7 +7,7 @@ import pytest
 from llmfoundry_lite.ranks.ending import LOST_CONTACT
 from llmfoundry_lite.ranks.identity import describe_process
 from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, read_status, write_status
-from llmfoundry_ops.faults import LAUNCHER, FaultRecord, was_killed_by_system
+from llmfoundry_ops.faults import LAUNCHER, WAS_KILLED, FaultRecord
 
 KILLED = "rank 1 was killed by SIGKILL"
 GONE = {**describe_process(1), "pid": (1 << 22) + 1}
@@ -44,7 +44,7 @@ def test_a_rank_0_that_said_nothing_gets_the_launchers_reason(faults, tmp_path):
     }
     *_, end, line = map(json.loads, (tmp_path / LAUNCHES).read_text().splitlines())
     assert (end["status"], end["reason"], end["batch"]) == ("failed", KILLED, 7)
-    assert (line[LAUNCHER], line["restarts"]) == (KILLED, True)
+    assert (line[LAUNCHER], line["restarts"], line[WAS_KILLED]) == (KILLED, True, False)
 
 
 def test_a_rank_0_that_lost_contact_gets_it_too_in_one_end(faults, tmp_path):
@@ -66,13 +66,8 @@ def test_an_error_that_rank_0_knows_stays(faults, tmp_path):
 
 
 def test_a_try_that_did_not_begin_leaves_the_status_of_the_launch_before(faults, tmp_path):
-    faults.note(KILLED, restarts=False)
+    faults.note(KILLED, restarts=False, was_killed=True)
     assert (read_status(tmp_path) or {})["reason"] == "of the launch before"
-    assert last_line(tmp_path)[LAUNCHER] == KILLED
+    assert (last_line(tmp_path)[LAUNCHER], last_line(tmp_path)[WAS_KILLED]) == (KILLED, True)
     FaultRecord(tmp_path / "new").note(KILLED, restarts=False)
     assert not (tmp_path / "new").exists()
-
-
-def test_only_a_kill_by_the_system_may_be_for_memory():
-    assert was_killed_by_system(KILLED)
-    assert not any(map(was_killed_by_system, (None, "rank 1 was killed by SIGSEGV", "rank 1 is frozen: SIGKILL it")))

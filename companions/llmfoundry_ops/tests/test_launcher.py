@@ -396,10 +396,17 @@ def test_a_run_that_met_a_fault_is_carried_on_if_it_had_begun(tmp_path, monkeypa
 
 def test_it_records_why_each_try_has_failed_and_whether_there_is_another(tmp_path, monkeypatch):
     killed = "rank 1 was killed by SIGKILL"
-    outcomes = [Outcome(1, killed, 1), Outcome(1, "rank 1 left with exit code 3", 1), Outcome(2, "rank 0 is wrong", 0)]
+    outcomes = [
+        Outcome(1, killed, 1, -signal.SIGKILL),
+        Outcome(1, "rank 1 left with exit code 3", 1, 3),
+        Outcome(2, "rank 0 is wrong", 0, 2),
+        Outcome(1, "rank 1 was killed by SIGSEGV", 1, -signal.SIGSEGV),
+        Outcome(1, "rank 1 is frozen", 1),
+    ]
     noted = []
     faults = SimpleNamespace(
-        begin_try=lambda: noted.append("try"), note=lambda fault, restarts: noted.append((fault, restarts))
+        begin_try=lambda: noted.append("try"),
+        note=lambda fault, restarts, was_killed: noted.append((fault, restarts, was_killed)),
     )
     monkeypatch.setattr(module, "PAUSE_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(Launcher, "_try", lambda *arguments: outcomes.pop(0))
@@ -407,9 +414,12 @@ def test_it_records_why_each_try_has_failed_and_whether_there_is_another(tmp_pat
     launcher = Launcher(Program("json", "json"), 2, 1, tmp_path, faults=cast(Any, faults))
     assert launcher.run([]) == 1
     left = f"rank 1 left with exit code 3; {tmp_path}/rank1.txt has its output"
-    assert noted == ["try", (killed, True), "try", (left, False)]
+    assert noted == ["try", (killed, True, True), "try", (left, False, False)]
     assert launcher.run([]) == 2
     assert noted[4:] == ["try"]
+    assert launcher.run([]) == 1
+    words = [("rank 1 was killed by SIGSEGV", True, False), ("rank 1 is frozen", False, False)]
+    assert [entry for entry in noted[5:] if entry != "try"] == words, "no output is named, and memory is not blamed"
 
 
 @pytest.mark.parametrize(("left_with", "expected"), [(74, 75), (71, 1)])

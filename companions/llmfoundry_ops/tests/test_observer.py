@@ -176,7 +176,8 @@ class SignalledObserver:
 
 
 def test_a_signal_while_the_last_alert_is_sent_does_not_replace_the_error(monkeypatch):
-    monkeypatch.setattr(launch_train, "find_observed", lambda *arguments, **named: object())
+    monkeypatch.setattr(launch_train, "read_unchecked", lambda *arguments, **named: {})
+    monkeypatch.setattr(launch_train, "find_observed", lambda values: object())
     monkeypatch.setattr(launch_train.companions, "load", lambda *arguments: SignalledObserver)
     handlers_before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
     raise_when_interrupted()

@@ -57,6 +57,17 @@ def save_batches(folder: Path, batches, seed: int = 0, segments: Sequence[Segmen
     saver.release_lease()
 
 
+def test_checkpoints_of_the_run_are_listed_once(run_folder, tmp_path, monkeypatch):
+    listed = []
+    candidates = CheckpointStore.candidates
+    monkeypatch.setattr(
+        CheckpointStore, "candidates", lambda store: (listed.append(store.root.url), candidates(store))[1]
+    )
+    arguments = ["checkpoint", "average", str(run_folder), "--out", str(tmp_path / "mean"), "--last", "2"]
+    assert main.run(arguments) == 0
+    assert listed.count(CheckpointStore(run_folder).root.url) == 1
+
+
 def mean_of(folder: Path, names) -> dict[str, torch.Tensor]:
     """Return the mean of checkpoints by torch alone: float64 sums, rounded once."""
     parents = [load_full_tensors(folder / name) for name in names]
