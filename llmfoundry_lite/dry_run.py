@@ -75,6 +75,7 @@ def describe_launch(
         *_with_heading("own parts", _describe_own_parts(model)),
         *_with_heading("devices", describe_layout(layout)),
         *_with_heading("batch", _describe_batch(config, layout)),
+        *_with_heading("batches", _describe_batch_sizes(config, layout, findings)),
         *_with_heading("samples", describe_division("samples", config, layout)),
         *_with_heading("stages", describe_division("stages", config, layout)),
         f"duration       {config.max_duration.written}{_describe_duration(config, findings)}",
@@ -199,6 +200,28 @@ def _describe_batch(config: TrainConfig, layout: Layout) -> list[str]:
     ]
 
 
+def _describe_batch_sizes(config: TrainConfig, layout: Layout, findings: Preflight) -> list[str]:
+    """Return a line for each stretch of batches of one size; none for a run whose batches have one size.
+
+    1 to 1,000: 64 samples, 131,072 tokens, 4 microbatch(es)
+    1,001 to 3,000: 128 samples, 262,144 tokens, 8 microbatch(es)
+    """
+    num_batches = _count_batches(config, findings)
+    if config.parts_of_batches.largest == 1 or not num_batches:
+        return []
+    device_batch_size = config.global_train_batch_size // layout.num_data_ranks
+    microbatch_size = config.first_microbatch_size(device_batch_size)
+
+    lines: list[str] = []
+    for first_batch, end_batch, size in config.batch_sizes.stretches(num_batches):
+        line = f"{first_batch + 1:,} to {end_batch:,}: {size:,} samples, {size * config.max_seq_len:,} tokens"
+        if config.device_train_microbatch_size != "auto":
+            num_microbatches = -(-(size // layout.num_data_ranks) // microbatch_size)  # rounded up
+            line += f", {num_microbatches} microbatch(es)"
+        lines.append(line)
+    return lines
+
+
 def _describe_data(config: TrainConfig, findings: Preflight) -> list[str]:
     """Return a line for each data set, with its heading: its samples, its folders, and how they are used.
 
@@ -222,7 +245,7 @@ def _describe_data(config: TrainConfig, findings: Preflight) -> list[str]:
                 facts.append(f"{num_samples % batch_size} of them left out of each epoch")
         if loader.dataset.stages:
             first_batch_of_stages = first_batches(
-                loader.dataset, f"{key}.dataset", config.max_duration, batch_size, config.max_seq_len
+                loader.dataset, f"{key}.dataset", config.max_duration, config.batch_sizes, config.max_seq_len
             )
             # They count from 0, and users count batches from 1.
             batch_numbers = " and ".join(f"{batch + 1:,}" for batch in first_batch_of_stages)
@@ -395,29 +418,16 @@ def _describe_duration(config: TrainConfig, findings: Preflight) -> str:
     Epochs are included if the samples could be counted, and hours if the YAML has a variable tokens_per_second. The
     text is empty if the number of batches is unknown, as for epochs of data that is not on this machine.
     """
-    # Convert to batches. A last batch that is not full counts as one, so quotients are rounded up: -(-a // b).
-    duration = config.max_duration
-    batch_size = config.global_train_batch_size
-    tokens_per_batch = batch_size * config.max_seq_len
-    num_samples = count_epoch_samples(config, findings) or 0
-    if config.train_loader.drop_last:
-        batches_per_epoch = num_samples // batch_size
-    else:
-        batches_per_epoch = -(-num_samples // batch_size)
-    num_batches_by_unit = {
-        "ba": duration.value,
-        "sp": -(-duration.value // batch_size),
-        "tok": -(-duration.value // tokens_per_batch),
-        "ep": duration.value * batches_per_epoch,
-    }
-    num_batches = num_batches_by_unit[duration.unit]
+    num_batches = _count_batches(config, findings)
     if not num_batches:
         return ""
 
-    num_tokens = num_batches * tokens_per_batch
-    description = f" = {int(num_batches):,} batches, {_with_prefix(num_tokens)} tokens"
+    num_samples_of_run = config.batch_sizes.sum_before(num_batches)
+    num_tokens = num_samples_of_run * config.max_seq_len
+    description = f" = {num_batches:,} batches, {_with_prefix(num_tokens)} tokens"
+    num_samples = count_epoch_samples(config, findings)
     if num_samples:
-        num_epochs = num_batches * batch_size / num_samples
+        num_epochs = num_samples_of_run / num_samples
         description += f", {num_epochs:,.2f} epochs"
         if num_epochs > MANY_EPOCHS:
             description += ", which learn this text by heart: it is too short for the run"
@@ -428,6 +438,25 @@ def _describe_duration(config: TrainConfig, findings: Preflight) -> str:
         num_hours = num_tokens / tokens_per_second / 3600
         description += f", {num_hours:,.2g} hours at {tokens_per_second:,} tokens per second"
     return description
+
+
+def _count_batches(config: TrainConfig, findings: Preflight) -> int:
+    """Return the number of batches of a run, or 0 if it is unknown, as for epochs of data that is not on this machine.
+
+    A last batch that is not full counts as one.
+    """
+    duration = config.max_duration
+    if duration.unit == "ba":
+        return int(duration.value)
+    if duration.unit == "sp":
+        return config.batch_sizes.count_batches(int(duration.value))
+    if duration.unit == "tok":
+        return config.batch_sizes.count_batches(-(-int(duration.value) // config.max_seq_len))
+
+    num_samples = count_epoch_samples(config, findings) or 0
+    if not config.train_loader.drop_last:
+        num_samples += config.global_train_batch_size - 1
+    return int(duration.value) * (num_samples // config.global_train_batch_size)
 
 
 def _with_prefix(number: float) -> str:

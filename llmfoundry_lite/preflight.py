@@ -101,12 +101,14 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
 
     # With drop_last, an epoch of less than one batch would train nothing.
     num_samples = count_epoch_samples(config, findings)
-    batch_size = config.global_train_batch_size
+    batch_size = config.batch_sizes.largest
     has_no_batch = num_samples is not None and num_samples < batch_size and config.train_loader.drop_last
     if has_no_batch:
+        is_scheduled = batch_size > config.global_train_batch_size
+        size_key = "batch_size_schedule" if is_scheduled else "global_train_batch_size"
         raise DataError(
             f"train_loader.dataset: {num_samples} samples do not make one batch of {batch_size} "
-            "(global_train_batch_size); use more data or a smaller batch"
+            f"({size_key}); use more data or a smaller batch"
         )
     return findings
 

@@ -27,7 +27,7 @@ from llmfoundry_lite.checkpoint.store import (
     open_checkpoint,
     refuse_newer,
 )
-from llmfoundry_lite.config.changes import find_changes, refuse_changes, rule_of
+from llmfoundry_lite.config.changes import find_changes, refuse_another_past, refuse_changes, rule_of
 from llmfoundry_lite.config.fields import RUN_NAME
 from llmfoundry_lite.config.layout import describe_data_ranks, find_data_ranks, layout_here
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
@@ -217,6 +217,7 @@ def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manif
     if config.optimizer.weight_decay is None:
         refused_changes += [change for change in changes["logged"] if change.key == "optimizer.weight_decay"]
     refuse_changes(refused_changes)
+    refuse_another_past(manifest.config, config, manifest.timestamp.batch)
 
     find_microbatch(config, manifest)
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from llmfoundry_lite.config.batch_schedule import PerBatch, Steps
 from llmfoundry_lite.config.blocks import missing_blocks
 from llmfoundry_lite.config.fields import REQUIRED, Rule, join_key, keys_of, settings_along, without_our_keys
 from llmfoundry_lite.config.layers import find_value, leaf_keys
@@ -102,6 +103,27 @@ def refuse_changes(changes: list[Change]) -> None:
         f"{differences}; a run must resume with the values in its checkpoint: set {arguments}, or begin a new run "
         "with its weights (another run_name, load_path and load_weights_only=true)"
     )
+
+
+def refuse_another_past(recorded: Mapping[str, Any], config: TrainConfig, num_batches: int) -> None:
+    """Raise CheckpointError if a schedule by batches differs for batches that the run has trained. The rest may change.
+
+    `recorded` is the configuration of a checkpoint, as `schema.as_dict` returns it, and `num_batches` counts what the
+    run has trained there.
+    """
+    key = "batch_size_schedule"
+    try:
+        schedule = Steps.parse(recorded.get(key) or {})
+    except ValueError as error:
+        raise CheckpointError(f"{key}: {recorded[key]!r} in the checkpoint, expected {error}") from None
+    sizes_before = PerBatch.build(config.global_train_batch_size, schedule)
+    batch = config.batch_sizes.first_difference(sizes_before, num_batches)
+    if batch is not None:
+        raise CheckpointError(
+            f"{key}: batch {batch + 1} has {config.batch_sizes.of(batch)} samples here and {sizes_before.of(batch)} in "
+            f"the checkpoint, which has trained {num_batches} batches; only later ones may change: begin with the "
+            f"checkpoint's {as_text(schedule.written)}, and add or change entries from {num_batches}ba on"
+        )
 
 
 def trained_values(config: Mapping[str, Any]) -> dict[str, str]:

@@ -41,6 +41,7 @@ def check_together(config: TrainConfig, layers: Sequence[ConfigLayer] = ()) -> N
     with naming_source(layers):
         check_model(config.model)
         _check_data(config)
+        _check_batch_sizes(config)
         refuse_unused_keys(config)
         _check_optimizer(config.optimizer, config.sharding)
         raise_first_problem(config.sharding.problems(), "fsdp_config")
@@ -94,6 +95,39 @@ def _check_data(config: TrainConfig) -> None:
     if isinstance(microbatch_size, int) and microbatch_size > batch_size:
         raise ConfigError(
             f"device_train_microbatch_size: {microbatch_size} is more than global_train_batch_size, {batch_size}"
+        )
+
+
+def _check_batch_sizes(config: TrainConfig) -> None:
+    """Raise ConfigError for a batch_size_schedule with a size that is no multiple of global_train_batch_size.
+
+    It also does not go with a loader of the user's own, with several launches that train one run, and with a run whose
+    length is given in epochs.
+    """
+    schedule = config.batch_size_schedule
+    if schedule is None or not schedule.steps:
+        return
+    base = config.global_train_batch_size
+    for first_batch, size in schedule.steps:
+        if size % base:
+            near = join_with_or([multiple for multiple in (size // base * base, -(-size // base) * base) if multiple])
+            raise ConfigError(
+                f"batch_size_schedule: {size} from {first_batch}ba on given, expected a multiple of "
+                f"global_train_batch_size, {base}, such as {near}; the smallest size belongs there"
+            )
+    if config.max_duration.unit == "ep":
+        raise ConfigError(
+            f"batch_size_schedule: max_duration is {config.max_duration.written}, and a batch may have samples of two "
+            "epochs; write max_duration in ba, sp or tok"
+        )
+    if config.train_loader.name != "text":
+        raise ConfigError(
+            f"batch_size_schedule: does not go with train_loader.name, {config.train_loader.name}: nothing is known of "
+            "its place in the data; remove one of them"
+        )
+    for block in given_blocks(config.blocks):
+        raise ConfigError(
+            f"batch_size_schedule: does not go with {block}: several launches divide batches of one size; remove one"
         )
 
 
@@ -208,7 +242,7 @@ def _check_stages(loader: LoaderConfig, block: str, config: TrainConfig) -> None
     if not loader.drop_last:
         raise ConfigError(f"{block}.stages: stages end by full batches; remove train_loader.drop_last: false")
     # Raises ConfigError unless each stage ends after the one before it.
-    first_batches(dataset, block, config.max_duration, config.global_train_batch_size, config.max_seq_len)
+    first_batches(dataset, block, config.max_duration, config.batch_sizes, config.max_seq_len)
 
     # A stage without streams reads those of the data set. If there is none, every stream must be named by a stage.
     if not all(stage.streams for stage in dataset.stages):
@@ -376,7 +410,9 @@ def _convert_duration(duration: Duration, unit: str, config: TrainConfig) -> Dur
     Returns None if the result is not a whole number, and for epochs, whose size the configuration does not tell.
     """
     seq_len = config.train_loader.dataset.max_seq_len or config.max_seq_len
-    tokens_per_unit = {"tok": 1, "sp": seq_len, "ba": seq_len * config.global_train_batch_size}
+    tokens_per_unit = {"tok": 1, "sp": seq_len}
+    if config.parts_of_batches.largest == 1:  # otherwise a number of batches has no number of samples by itself
+        tokens_per_unit["ba"] = seq_len * config.global_train_batch_size
     if duration.unit not in tokens_per_unit or unit not in tokens_per_unit:
         return None
     num_tokens = int(duration.value) * tokens_per_unit[duration.unit]

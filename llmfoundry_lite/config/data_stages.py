@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from fractions import Fraction
 from pathlib import Path
 
+from llmfoundry_lite.config.batch_schedule import PerBatch
 from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
@@ -87,7 +88,7 @@ def distinct_streams(dataset: TextDatasetConfig) -> dict[str, StreamConfig]:
 
 
 def first_batches(
-    dataset: TextDatasetConfig, path: str, max_duration: Duration | None, batch_size: int, max_seq_len: int
+    dataset: TextDatasetConfig, path: str, max_duration: Duration | None, batch_sizes: PerBatch, max_seq_len: int
 ) -> list[int]:
     """Return, for each stage of a data set, the number of batches that come before it. The first is 0.
 
@@ -97,6 +98,7 @@ def first_batches(
 
     path: the data set's block in the YAML, for errors.
     max_duration: the length of the run; None if the data set is opened without a run. A fraction has no meaning then.
+    batch_sizes: samples of each batch.
 
     Raises ConfigError if the spans do not increase, or do not end before the run does.
     """
@@ -105,12 +107,14 @@ def first_batches(
             f"{path}.stages: max_duration is {max_duration}, and a stage may end within an epoch; write it in ba"
         )
 
-    samples_per_unit = {"ba": batch_size, "sp": 1, "tok": Fraction(1, dataset.max_seq_len or max_seq_len)}
+    samples_per_unit = {"sp": 1, "tok": Fraction(1, dataset.max_seq_len or max_seq_len)}
 
     def batches_in(duration: Duration) -> int:
         """Return the number of batches that a duration lasts, rounded up."""
-        num_samples = Fraction(str(duration.value)) * samples_per_unit[duration.unit]
-        return math.ceil(num_samples / batch_size)
+        amount = Fraction(str(duration.value))
+        if duration.unit == "ba":
+            return math.ceil(amount)
+        return batch_sizes.count_batches(math.ceil(amount * samples_per_unit[duration.unit]))
 
     last_batch = batches_in(max_duration) if dataset.stages and max_duration is not None else None
     batches_before = [0]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
+from llmfoundry_lite.config.batch_schedule import Steps
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, Parsed, Scalar, describe_span
 from llmfoundry_lite.errors import REFERENCE, find_nearest
 from llmfoundry_lite.files import guess_url
@@ -354,7 +355,7 @@ def as_yaml(value: Any) -> Any:
     Blocks become dictionaries, and durations and times become the text or number that they were parsed from:
     `SchedulerConfig(t_warmup=Duration(100, "ba"), …)` becomes `{"t_warmup": "100ba", …}`.
     """
-    if isinstance(value, Parsed):
+    if isinstance(value, Parsed | Steps):
         return value.written
     if dataclasses.is_dataclass(value):
         names = [schema_field.name for schema_field in dataclasses.fields(value)]

@@ -9,6 +9,7 @@ or several keys. `as_dict` at the end is the form in which a run records its con
 from dataclasses import dataclass
 from typing import Any
 
+from llmfoundry_lite.config.batch_schedule import PerBatch, Steps
 from llmfoundry_lite.config.blocks import given_blocks, keys_of_blocks
 from llmfoundry_lite.config.callbacks_schema import AlertsConfig, CallbacksConfig, LoggersConfig, StragglersConfig
 from llmfoundry_lite.config.data_schema import LoaderConfig, TokenizerConfig
@@ -134,6 +135,15 @@ class TrainConfig:
     """4800ba, 1ep, 2.5e9tok or 1000sp; a bare integer counts epochs."""
     global_train_batch_size: int = setting(REQUIRED, POSITIVE, change="never", replay="used")
     """Samples, over all devices."""
+    batch_size_schedule: Steps | None = parsed(
+        None,
+        Steps.parse,
+        dict[str, int | None],
+        change="logged",
+        replay="used",
+    )
+    """Sizes of batches from given batches on, multiples of global_train_batch_size, which is the size until then. A
+    larger batch has the samples of several consecutive batches of that size. null: one size."""
     max_seq_len: int = setting(REQUIRED, POSITIVE, change="never", replay="used")
     """Tokens."""
 
@@ -444,6 +454,16 @@ class TrainConfig:
         if num_microbatches is None:
             num_microbatches = self.pipeline.default_num_microbatches(device_batch_size)
         return -(-device_batch_size // num_microbatches)  # rounded up
+
+    @property
+    def batch_sizes(self) -> PerBatch:
+        """Number of samples of each batch, over all devices."""
+        return PerBatch.build(self.global_train_batch_size, self.batch_size_schedule)
+
+    @property
+    def parts_of_batches(self) -> PerBatch:
+        """Number of consecutive batches of `global_train_batch_size` that each batch consists of."""
+        return self.batch_sizes.divided_by(self.global_train_batch_size)
 
     @property
     def trains_alone(self) -> bool:

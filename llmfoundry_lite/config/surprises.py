@@ -37,6 +37,7 @@ def find_surprises(config: TrainConfig, layers: Sequence[ConfigLayer], *, under_
     surprises = [
         *_find_bare_numbers(config, layers),
         *_find_long_spans(config.max_duration, config.scheduler),
+        *_find_late_sizes(config),
         *_find_ignored_options(config),
         *_find_small_shuffles(config),
         *_find_needs_of_fsdp(config),
@@ -79,6 +80,18 @@ def _find_long_spans(run: Duration, schedule: SchedulerConfig) -> Iterator[Surpr
         is_longer = duration.unit == run.unit and duration.value > run.value
         if is_fraction_above_1 or is_longer:
             yield f"scheduler.{key}", f": {duration} is longer than the run, {run}: {meaning}"
+
+
+def _find_late_sizes(config: TrainConfig) -> Iterator[Surprise]:
+    """Yield sizes of batches that begin when the run has ended."""
+    if config.batch_size_schedule is None or config.max_duration.unit != "ba":
+        return
+    for first_batch, size in config.batch_size_schedule.steps:
+        if first_batch >= config.max_duration.value:
+            yield (
+                "batch_size_schedule",
+                f": {size} from {first_batch}ba on has no effect: the run ends at {config.max_duration}",
+            )
 
 
 def _find_copied_layers(config: TrainConfig) -> Iterator[Surprise]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from llmfoundry_lite.config.batch_schedule import PerBatch
 from llmfoundry_lite.config.data_schema import TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches
 from llmfoundry_lite.config.spans import Duration
@@ -62,6 +63,7 @@ class TextDataset(IterableDataset):
         tokenizer: Tokenizer | None = None,
         data_rank_and_size: tuple[int, int] | None = None,
         max_duration: Duration | None = None,
+        batch_sizes: PerBatch | None = None,
         max_samples: int | None = None,
     ) -> None:
         """Open the data on all ranks together. Collective.
@@ -75,6 +77,8 @@ class TextDataset(IterableDataset):
             needed where several ranks read the same samples, as in tensor parallelism. None takes all ranks of the
             launch.
         max_duration: duration of the run, which a stage's `until: 0.8dur` refers to.
+        batch_sizes: samples of each batch of the run, on all ranks together, multiples of `global_batch_size`. The data
+            set itself only has batches of that size; `training/batches.py` joins them. None: all have that size.
         max_samples: limits an evaluation to the first samples in file order.
 
         Raises `DataError` for any fault of the data or of the arguments.
@@ -119,9 +123,15 @@ class TextDataset(IterableDataset):
         loader's workers, because persistent workers live through several epochs."""
 
         # Open the data.
-        self.first_batches = first_batches(
-            config, "train_loader.dataset", max_duration, global_batch_size, self.max_seq_len
+        batch_sizes = batch_sizes or PerBatch.build(global_batch_size, None)
+        self.parts_of_batches = batch_sizes.divided_by(global_batch_size)
+        """Number of this data set's batches that each batch of the run consists of."""
+        self.joins_batches = self.parts_of_batches.largest > 1
+        """Batches of the run may consist of several batches of this data set."""
+        batches_before_stages = first_batches(
+            config, "train_loader.dataset", max_duration, batch_sizes, self.max_seq_len
         )
+        self.first_batches = [self.parts_of_batches.sum_before(batch) for batch in batches_before_stages]
         self._opened = OpenedShards(  # kept, because it holds the locks of the folders
             config,
             max_seq_len=self.max_seq_len,
@@ -143,11 +153,25 @@ class TextDataset(IterableDataset):
         """Return the number of rows that this rank yields in an epoch.
 
         Divided by the rank's batch size, as torch's DataLoader does for its own length, that is the number of global
-        batches. Raises TypeError for a data set with stages, because their epochs differ in length.
+        batches. Raises TypeError for a data set with stages, or of a run whose batches differ in size, because their
+        epochs differ in length.
         """
-        if len(self.first_batches) > 1:
-            raise TypeError("epochs of different stages have different lengths")
+        if len(self.first_batches) > 1 or self.joins_batches:
+            raise TypeError("epochs have different numbers of batches")
         return self.order.num_batches * self.device_batch_size
+
+    def position_after(self, batch: int) -> tuple[int, int]:
+        """Return the position in the data after the first `batch` batches of a run: epoch, and samples of it done.
+
+        The end of an epoch is the beginning of the next one.
+        """
+        epoch, step = self.stages.locate_batch(self.parts_of_batches.sum_before(batch))
+        return epoch, step * self.global_batch_size
+
+    def count_epochs(self, batch: int) -> float:
+        """Return how many epochs the first `batch` batches of a run have read, such as 1.5 amid the second one."""
+        epoch, sample_in_epoch = self.position_after(batch)
+        return epoch + sample_in_epoch / (self.stages.num_batches(epoch) * self.global_batch_size)
 
     def state_dict(self, num_samples: int, from_beginning: bool = True, *, epoch: int | None = None) -> dict[str, Any]:
         """Return the position in the data for a checkpoint, and what the order of samples depends on.
@@ -214,6 +238,20 @@ class TextDataset(IterableDataset):
         if self.stages.batches_before(state["epoch"], steps) != batch or not is_in_epoch:
             raise self._stages_error(batch, saved_stages)
         self.set_position(state["epoch"], state["sample_in_epoch"])
+
+    def check_position(self, state: dict[str, Any], batch: int) -> None:
+        """Raise DataError if a `state_dict` is not the position that a run has after its first `batch` batches.
+
+        A run whose batches differ in size computes its position from the number of the batch.
+        """
+        num_steps = state["sample_in_epoch"] // self.global_batch_size
+        num_samples = self.stages.batches_before(state["epoch"], num_steps) * self.global_batch_size
+        expected_samples = self.parts_of_batches.sum_before(batch) * self.global_batch_size
+        if num_samples != expected_samples:
+            raise DataError(
+                f"the checkpoint has read {num_samples} samples, and batch_size_schedule has {expected_samples} in the "
+                f"first {batch} batches; carry on with the checkpoint's own schedule"
+            )
 
     def _check_settings(self, state: dict[str, Any]) -> None:
         """Raise DataError unless a `state_dict` is complete and has this batch size, seed and version of the order."""

@@ -51,7 +51,8 @@ class Portion:
     @property
     def has_one_microbatch(self) -> bool:
         """Whether a batch is one microbatch, so that no gradients exist before its backward pass."""
-        return self.microbatch_size == self.device_batch_size
+        is_whole = self.microbatch_size == self.device_batch_size
+        return is_whole and self.config.parts_of_batches.largest == 1
 
     @cached_property
     def num_tokens(self) -> int:

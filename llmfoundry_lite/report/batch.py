@@ -8,7 +8,6 @@ Both use `open_data`, which opens the data set of a run. `compute_losses` runs a
 array names: b rows of a batch, t tokens of a row.
 """
 
-import itertools
 import math
 import os
 import secrets
@@ -25,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
+from llmfoundry_lite.config.batch_schedule import PerBatch, Steps
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layers import ConfigLayer, leaf_keys, read_layers
@@ -33,12 +33,13 @@ from llmfoundry_lite.config.replayed import refuse_unresolved, without
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.convert.tokenizer import find_tokenizer
+from llmfoundry_lite.data.batches import join_batches
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.folder_locks import check_not_held
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE
 from llmfoundry_lite.data.recorded import DataLocations, find_data_locations
-from llmfoundry_lite.data.stateful import StatefulLoader, to_yaml_values, whole_number
+from llmfoundry_lite.data.stateful import to_yaml_values, whole_number
 from llmfoundry_lite.data.streams import build_folders
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -49,7 +50,10 @@ from llmfoundry_lite.evaluation.scoring import score
 from llmfoundry_lite.models.attention import number_documents
 from llmfoundry_lite.report.reading import METRICS, Run, read_run
 
-DATA_KEYS = ("train_loader", "global_train_batch_size", "max_seq_len", "max_duration", "tokenizer", "model")
+DATA_KEYS = (
+    *("train_loader", "global_train_batch_size", "batch_size_schedule"),
+    *("max_seq_len", "max_duration", "tokenizer", "model"),
+)
 """Keys of a configuration that decide which rows a batch has, and what they contain."""
 
 
@@ -126,10 +130,14 @@ def read_batch(location: str, number: int, changes: Sequence[str] = ()) -> Batch
 
     # Compute which samples the batch has. Stages and steps count batches from 0.
     data = open_data(run, read_layers(changes, for_training=False))
-    stages = data.dataset.stages
-    epoch, step = stages.locate_batch(number - 1)
+    stages, parts = data.dataset.stages, data.dataset.parts_of_batches
+    first_part = parts.sum_before(number - 1)
+    epoch, _ = stages.locate_batch(first_part)
     all_rows = range(data.dataset.global_batch_size)
-    sample_ids = stages.build_epoch(epoch).sample_ids(all_rows, range(step, step + 1))[0]
+    sample_ids: list[int] = []
+    for part in range(first_part, first_part + parts.of(number - 1)):
+        epoch_of_part, step = stages.locate_batch(part)
+        sample_ids += stages.build_epoch(epoch_of_part).sample_ids(all_rows, range(step, step + 1))[0].tolist()
 
     # Read them. As in training, the batch's digest is the sum of its rows' digests, padding included.
     rows: list[Row] = []
@@ -137,7 +145,7 @@ def read_batch(location: str, number: int, changes: Sequence[str] = ()) -> Batch
     for sample_id in sample_ids:
         if sample_id == NO_SAMPLE:  # the last batch of an epoch may have fewer rows
             continue
-        padded_t, row = read_row(data.dataset, int(sample_id))
+        padded_t, row = read_row(data.dataset, sample_id)
         rows.append(row)
         digest_sum += batch_digest(torch.from_numpy(padded_t)[None])
     digest = format_digest(digest_sum)
@@ -197,28 +205,27 @@ def read_batches(run: str | os.PathLike[str], first: int, last: int | None = Non
         changes.append(ConfigLayer("batches", {"train_loader": {"dataset": to_yaml_values(dataset)}}))
     text_dataset = open_data(recorded_run, changes).dataset
 
-    # Let a loader of whole global batches begin before the first one. Positions are in samples of the epoch.
-    loader = build_text_loader(text_dataset, loader_class=StatefulLoader)
-    epoch, num_batches_before = text_dataset.stages.locate_batch(first - 1)
-    loader.set_position(epoch, num_batches_before * text_dataset.global_batch_size)
-    return _yield_checked_batches(recorded_run, loader, first, last)
+    # This process is the only rank, so the loader has whole global batches.
+    return _yield_checked_batches(recorded_run, text_dataset, first, last)
 
 
-def _yield_checked_batches(run: Run, loader: StatefulLoader, first: int, last: int) -> Iterator[Samples]:
-    """Yield batches `first` to `last`, after comparing the digest of each with the run's log.
-
-    `loader` must stand before batch `first`. Each pass over it yields the rest of its epoch, and the next pass the next
-    epoch.
+def _yield_checked_batches(run: Run, dataset: TextDataset, first: int, last: int) -> Iterator[Samples]:
+    """Yield batches `first` to `last` of a run's data set, after comparing the digest of each with the run's log.
 
     Raises DataError if a batch's digest is not the one in the log. This is a generator of its own, so that
     `read_batches` raises its errors when it is called, not when the first batch is asked for.
     """
-    batches_of_all_epochs = itertools.chain.from_iterable(itertools.repeat(loader))
-    for number, batch in zip(range(first, last + 1), batches_of_all_epochs, strict=False):
-        tokens_bt = batch["input_ids"]  # [batch, tokens]
-        digest = format_digest(batch_digest(tokens_bt))
-        check_digest(run, number, digest)
-        yield Samples(number, tokens_bt.numpy(), digest)
+    loader = build_text_loader(dataset)
+    number = first
+    while number <= last:
+        for batch in join_batches(loader, dataset, number - 1):  # those of an epoch
+            tokens_bt = batch["input_ids"]  # [batch, tokens]
+            digest = format_digest(batch_digest(tokens_bt))
+            check_digest(run, number, digest)
+            yield Samples(number, tokens_bt.numpy(), digest)
+            number += 1
+            if number > last:
+                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +279,11 @@ def open_data(run: Run, changes: Sequence[ConfigLayer]) -> OpenedData:
 
     # Open the data set.
     duration = config.get("max_duration")
+    try:
+        schedule = Steps.parse(config.get("batch_size_schedule") or {})
+    except ValueError as error:
+        raise DataError(f"{run.location}: its batch_size_schedule is not valid, expected {error}") from None
+    batch_sizes = PerBatch.build(config["global_train_batch_size"], schedule)
     dataset = TextDataset(
         replace(dataset_config, allow_truncation=True),  # the run was trained on it: no text is refused as too long
         max_seq_len=config["max_seq_len"],
@@ -281,6 +293,7 @@ def open_data(run: Run, changes: Sequence[ConfigLayer]) -> OpenedData:
         tokenizer=tokenizer,
         data_rank_and_size=(0, 1),  # this process is the only rank, so it reads all rows
         max_duration=None if duration is None else Duration.parse(duration),
+        batch_sizes=batch_sizes,
     )
     weakref.finalize(dataset, shutil.rmtree, download_folder, ignore_errors=True)
 

@@ -103,7 +103,7 @@ def build_and_restore(
         agreement=agreement,
         gradient_step=gradient_step,
         partners=partners,
-        device_batch_size=device_batch_size,
+        batch_sizes=config.batch_sizes,
         model=model,
         train_dataloader=train_data,
         eval_dataloader=evaluators or None,
@@ -153,6 +153,7 @@ def build_callbacks(
             config.max_duration,
             devices.computed_precision(config.precision).removeprefix("amp_"),
             partners,
+            config.batch_sizes,
         ),
     ]
     if is_own(config.optimizer.name):
@@ -481,6 +482,7 @@ def build_data(
         tokenizer=LazyTokenizer(config.tokenizer.name),
         data_rank_and_size=(ranks.rank, ranks.size),
         max_duration=config.max_duration,
+        batch_sizes=None if evaluation else config.batch_sizes,
         max_samples=config.eval_subset_samples if evaluation else None,
     )
     batches = build_text_loader(

@@ -72,7 +72,8 @@ def choose_microbatch(config: TrainConfig, model: LanguageModel, optimizer: Opti
         sizes = [size for size in sizes if config.pipeline.takes_microbatches(math.ceil(device_batch_size / size))]
 
     advise = partial(advise_less_memory, config, layout, devices.device_type())
-    accumulates = not config.reduces_every_microbatch
+    has_one_sample = device_batch_size * config.parts_of_batches.largest == 1
+    accumulates = not config.reduces_every_microbatch and not has_one_sample
     search = Search(model, optimizer, device_batch_size, sizes, config.max_seq_len, accumulates, advise)
     size, measured = search.run(optimizer_slots(config))
     if config.compile_config is not None or model.attn_impl == "flex":
@@ -177,10 +178,9 @@ class Search:
         only sizes are measured that are expected to fit.
         """
         num_microbatches = math.ceil(self.device_batch_size / num_samples)
-        accumulates = self.accumulates and self.device_batch_size > 1
         self.meter.reset()
         try:
-            run_step(self.model, num_samples, num_microbatches, self.seq_len, accumulates=accumulates)
+            run_step(self.model, num_samples, num_microbatches, self.seq_len, accumulates=self.accumulates)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

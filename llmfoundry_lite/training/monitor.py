@@ -16,6 +16,7 @@ from composer.loggers import Logger
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.config.batch_schedule import PerBatch
 from llmfoundry_lite.config.callbacks_schema import ProfilerConfig
 from llmfoundry_lite.config.layout import Coordinates, DataRanks
 from llmfoundry_lite.config.spans import Duration
@@ -98,6 +99,7 @@ class RunMonitor(Callback):
     compute_dtype: str
     """Precision in which matrices are multiplied, as the table of accelerators names it."""
     partners: Partners
+    batch_sizes: PerBatch
 
     def __post_init__(self) -> None:
         """Find the device's peak rate, None if it is not in the table of accelerators."""
@@ -108,10 +110,10 @@ class RunMonitor(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Start the clocks of rates and of the remaining time. Rank 0 prints if a GPU's peak rate is not known.
 
-        Sets `launched_at` and `first_progress`, and adds the point before the first batch to `history`.
+        Sets `launched_at` and `first_work`, and adds the point before the first batch to `history`.
         """
         self.launched_at = time.monotonic()
-        self.first_progress = progress_of(state, self.max_duration)
+        self.first_work = self._measure_work(state)
         self.history.append(self._measure_progress(state))
         is_unknown_gpu = self.peak_flops is None and devices.device_type() == "cuda"
         if is_unknown_gpu and dist.get_rank() == 0:
@@ -147,11 +149,18 @@ class RunMonitor(Callback):
                 metrics["throughput/device/mfu"] = flops_per_device / self.peak_flops
 
         # The rest takes as long, in proportion, as what this launch has trained.
-        progress = progress_of(state, self.max_duration)
-        if progress > self.first_progress:
-            remaining_seconds = elapsed_seconds * (1 - progress) / (progress - self.first_progress)
+        work = self._measure_work(state)
+        if work > self.first_work:
+            remaining_seconds = elapsed_seconds * (1 - work) / (work - self.first_work)
             metrics["time/remaining_seconds"] = max(0.0, remaining_seconds)
         logger.log_metrics(metrics)
+
+    def _measure_work(self, state: State) -> float:
+        """Return the fraction of the run's computing that is done: its progress, in which larger batches count more."""
+        if self.max_duration.unit != "ba":
+            return progress_of(state, self.max_duration)
+        num_samples = self.batch_sizes.sum_before(int(state.timestamp.batch))
+        return num_samples / self.batch_sizes.sum_before(int(self.max_duration.value))
 
     def _measure_progress(self, state: State) -> Progress:
         """Return what has been trained until now."""

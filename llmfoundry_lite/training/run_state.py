@@ -83,6 +83,8 @@ class RunState:
         dataset = getattr(state.train_dataloader, "dataset", None)
         if scalars["data"] is not None and hasattr(dataset, "load_state_dict"):
             dataset.load_state_dict(scalars["data"])  # type: ignore[union-attr]
+            if isinstance(dataset, TextDataset) and dataset.joins_batches:
+                dataset.check_position(scalars["data"], int(state.timestamp.batch))
             # Otherwise Composer's Trainer would skip again the batches that the data set has skipped.
             state.dataset_resumption["train"] = True
 
@@ -142,6 +144,9 @@ def _collect_data_state(state: State) -> dict[str, Any] | None:
     if not hasattr(dataset, "state_dict"):
         return None
     num_samples = int(state.timestamp.sample_in_epoch)
+    if isinstance(dataset, TextDataset) and dataset.joins_batches:
+        epoch, num_samples = dataset.position_after(int(state.timestamp.batch))
+        return dataset.state_dict(num_samples, epoch=epoch)
     if isinstance(dataset, TextDataset):  # an epoch's last batch may have rows of padding, which are no samples
         num_samples = int(state.timestamp.batch_in_epoch) * dataset.global_batch_size
     return dataset.state_dict(num_samples, True)  # type: ignore[union-attr]

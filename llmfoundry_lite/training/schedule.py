@@ -278,8 +278,10 @@ def elapsed(state: State, unit: str, at: Timestamp | None = None) -> float:
 
     epoch = int(timestamp.epoch)
     num_batches = state.dataloader_len
-    if num_batches is None:  # each epoch of a run with stages has a length of its own
-        dataset = getattr(state.train_dataloader, "dataset", None)
-        if isinstance(dataset, TextDataset):
+    dataset = getattr(state.train_dataloader, "dataset", None)
+    if isinstance(dataset, TextDataset):
+        if dataset.joins_batches:  # a batch may have samples of two epochs
+            return dataset.count_epochs(int(timestamp.batch))
+        if num_batches is None:  # each epoch of a run with stages has a length of its own
             num_batches = dataset.stages.num_batches(epoch)
     return epoch + int(timestamp.batch_in_epoch) / int(num_batches or 1)

@@ -34,7 +34,10 @@ from composer.trainer import trainer as composer_trainer
 from composer.utils import collect_env
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.config.batch_schedule import PerBatch
 from llmfoundry_lite.config.layout import DataRanks
+from llmfoundry_lite.data.batches import is_epoch_over, join_batches
+from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import format_digest
 from llmfoundry_lite.parallel.exact import round_loss
 from llmfoundry_lite.ranks.exchange import all_reduce_max, raise_on_all_ranks
@@ -64,19 +67,19 @@ class ParallelTrainer(Trainer):
         agreement: Agreement,
         gradient_step: GradientStep,
         partners: Partners,
-        device_batch_size: int,
+        batch_sizes: PerBatch,
         **options: Any,
     ):
         """Build the trainer. Meanwhile Composer fires AFTER_LOAD, at which `Checkpointing.after_load` restores the run.
 
-        `ranks` tells which part of each global batch this rank reads, `device_batch_size` how many samples that is.
-        `options` are those of Composer's Trainer.
+        `ranks` tells which part of each global batch this rank reads, `batch_sizes` how many samples a batch has on all
+        ranks. `options` are those of Composer's Trainer.
         """
         self.ranks = ranks
         self.agreement = agreement
         self.gradient_step = gradient_step
         self.partners = partners
-        self.device_batch_size = device_batch_size
+        self.batch_sizes = batch_sizes
         self.last_stepped_batch = 0
         """The last batch whose optimizer step has begun. Until Composer counts that batch, weights and clock do not
         belong together, so the state must not be saved."""
@@ -145,12 +148,27 @@ class ParallelTrainer(Trainer):
         """Let `agreement` read the epoch's remaining batches, of which it reads the first one now. Collective.
 
         They contain the rows that the partners have assigned to this launch, or without partners all that the data
-        loader yields.
+        loader yields. A run with partners has batches of one size.
         """
         batches = self.partners.batches()
-        if batches is None:
+        dataset = getattr(self.state.dataloader, "dataset", None)
+        if isinstance(dataset, TextDataset) and dataset.joins_batches:
+            batches = self._joined_batches(dataset)
+        elif batches is None:
             batches = self._loader_batches()
         self.agreement.begin_epoch(batches)
+
+    def _joined_batches(self, dataset: TextDataset) -> Iterator[Any]:
+        """Return an iterator over the epoch's remaining batches, whose sizes `batch_size_schedule` decides.
+
+        It is empty if the run has been restored from a save after the last batch of an epoch.
+        """
+        batch = int(self.state.timestamp.batch)
+        has_begun = int(self.state.timestamp.batch_in_epoch) > 0
+        if has_begun and is_epoch_over(dataset, batch):
+            return iter(())
+        assert self.state.dataloader is not None
+        return join_batches(self.state.dataloader, dataset, batch)
 
     def _loader_batches(self) -> Iterator[Any]:
         """Return an iterator over Composer's current data loader, which is that of training or of a validation set.
@@ -195,6 +213,8 @@ class ParallelTrainer(Trainer):
         self.last_stepped_batch = int(state.timestamp.batch) + 1
         digest = format_digest(self.agreement.current.digest)
         metrics: dict[str, Any] = {**self.partners.metrics(), "data/digest": digest}
+        if self.batch_sizes.largest > self.batch_sizes.smallest:
+            metrics["data/batch_size"] = self.batch_sizes.of(int(state.timestamp.batch))
         self.logger.log_metrics(metrics)
 
         # Measure, clip or drop the gradient. The host waits for the device here.
@@ -231,7 +251,7 @@ class ParallelTrainer(Trainer):
         if step.exact_sums:
             # The divisor must not depend on the padding, which is in the rows of other launches too.
             # `ExactSums.finish_batch` multiplies the sums by full_weight / weight.
-            num_rows = self.device_batch_size * self.ranks.size
+            num_rows = self.batch_sizes.of(int(state.timestamp.batch))
             full_weight = num_rows
             if by_tokens:
                 tokens_of_full_row = max(rows["input_ids"].size(1) - 1, 1)  # the last token of a row has no label

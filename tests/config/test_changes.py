@@ -88,7 +88,8 @@ TABLE = {
         "optimizer.": "lr adamw_lr ns_dtype weight_decay",
         "scheduler.": """name t_warmup t_max alpha_i alpha_f t_decay decay t_scale t_cooldown alpha_f_decay
             alpha_f_cooldown kwargs""",
-        "": """exact_sums max_duration eval_loader eval_loaders eval_interval eval_subset_num_batches icl_tasks
+        "": """exact_sums max_duration batch_size_schedule eval_loader eval_loaders eval_interval
+            eval_subset_num_batches icl_tasks
             icl_limit on_non_finite save_interval""",
         **dict.fromkeys(["eval_loader.", "eval_loaders.*."], "name drop_last kwargs"),
         **dict.fromkeys(

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llmfoundry_lite as lf
+from llmfoundry_lite.config.batch_schedule import PerBatch
 from llmfoundry_lite.config.data_schema import StageConfig, StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, streams_of_stages
 from llmfoundry_lite.config.spans import Duration
@@ -389,7 +390,9 @@ def test_one_folder_in_two_stages_has_one_remote(mixture, folders):
 def test_a_stage_begins_with_the_batch_after_the_one_before(max_duration, until, first_batch):
     """A batch is 8 samples or 128 tokens; the one in which the stage before ends is still of that stage."""
     dataset = TextDatasetConfig(local="a", stages=[StageConfig(until=Duration.parse(until)), StageConfig()])
-    batches = first_batches(dataset, "x", Duration.parse(max_duration), batch_size=8, max_seq_len=16)
+    batches = first_batches(
+        dataset, "x", Duration.parse(max_duration), batch_sizes=PerBatch.build(8, None), max_seq_len=16
+    )
     assert batches == [0, first_batch]
 
 
@@ -397,7 +400,7 @@ def test_tokens_of_a_stage_are_those_of_its_own_samples():
     """The data's samples have 32 tokens, where the model takes 16: 6400 tokens are 200 samples, or 25 batches."""
     stages = [StageConfig(until=Duration(6400, "tok")), StageConfig()]
     dataset = TextDatasetConfig(local="a", max_seq_len=32, stages=stages)
-    batches = first_batches(dataset, "x", Duration(100, "ba"), batch_size=8, max_seq_len=16)
+    batches = first_batches(dataset, "x", Duration(100, "ba"), batch_sizes=PerBatch.build(8, None), max_seq_len=16)
     assert batches == [0, 25]
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from composer.core import Timestamp
 
+from llmfoundry_lite.config.batch_schedule import PerBatch
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.config.schema import GradientClippingConfig
 from llmfoundry_lite.errors import NonFiniteError
@@ -162,7 +163,7 @@ def trainer_of(rows_bt, rank, num_ranks, by_tokens, part=0, num_parts=1, **of_st
         _train_data_spec=spec, engine=SimpleNamespace(run_event=lambda event: None), _original_model=model,
         gradient_step=GradientStep(model=model, on_non_finite="skip", max_skipped_batches=1, **of_step),
         agreement=SimpleNamespace(current=BatchCounts(True, 4, 11, 7, 3, 0)),
-        accumulate_train_batch_on_tokens=by_tokens, partners=Partners(), device_batch_size=len(mine_bt),
+        accumulate_train_batch_on_tokens=by_tokens, partners=Partners(), batch_sizes=PerBatch.build(len(rows_bt), None),
         ranks=DataRanks(rank=rank, size=num_ranks, is_counted=True),
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ import torch
 from composer.core import Callback
 from torch import nn
 
+from llmfoundry_lite.config.batch_schedule import PerBatch
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training import memory
@@ -118,6 +119,7 @@ def test_what_was_compiled_for_sizes_that_were_tried_is_forgotten(monkeypatch, a
         "global_train_batch_size": 8,
         "max_seq_len": 8,
         "exact_sums": False,
+        "parts_of_batches": PerBatch.build(1, None),
     }
     options = {"reduces_every_microbatch": True, "compile_config": compiles, "first_microbatch_size": lambda _: 1}
     model: Any = SimpleNamespace(attn_impl=attn_impl)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from composer.devices import DeviceCPU
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.config.batch_schedule import PerBatch
 from llmfoundry_lite.config.eval_schema import EvalConfig
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
@@ -25,6 +26,7 @@ from llmfoundry_lite.training.trainer import ParallelTrainer
 from tests.helpers.tiny import tiny_config, write_config
 
 SMALL = ModelConfig(d_model=8, n_heads=2, n_layers=1, max_seq_len=8, vocab_size=16)
+ONE = PerBatch.build(1, None)
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def test_training_computes_in_tf32_only_when_told(one_rank, flags, precision, al
         agreement=None,
         gradient_step=None,
         partners=Partners(),
-        device_batch_size=1,
+        batch_sizes=ONE,
         model=model,
         device=AllowingDevice(),
         progress_bar=False,
@@ -98,7 +100,7 @@ def test_a_device_without_tf32_says_fp32(monkeypatch):
 
 def test_mfu_is_a_share_of_the_peak_of_what_is_computed(monkeypatch):
     monkeypatch.setattr(devices, "accelerator", lambda: ACCELERATORS["A100-80GB"])
-    peaks = [RunMonitor(1, 1, Duration.parse("1ba"), dtype, Partners()).peak_flops for dtype in ("fp32", "tf32")]
+    peaks = [RunMonitor(1, 1, Duration.parse("1ba"), dtype, Partners(), ONE).peak_flops for dtype in ("fp32", "tf32")]
     assert peaks == [19.5e12, 156e12]
 
 

@@ -24,7 +24,13 @@ from llmfoundry_planner.plan.bubble import check_schedule
 from llmfoundry_planner.plan.calibrate import calibrate
 from llmfoundry_planner.plan.cost import DEVICE_HOURS_BETWEEN_FAILURES, Cost, cost_of, save_seconds
 from llmfoundry_planner.plan.search import Candidate, Rejected, count_tokens, nearest_that_fits, search_layouts
-from llmfoundry_planner.plan.step import Hardware, accelerator_named, find_hardware, refuse_unknown_layers
+from llmfoundry_planner.plan.step import (
+    Hardware,
+    accelerator_named,
+    find_hardware,
+    refuse_batch_sizes,
+    refuse_unknown_layers,
+)
 
 PLANNED = "# Planned for "
 """Beginning of every file of `plan --write`, by which the next `--write` recognises a file that it may overwrite."""
@@ -119,14 +125,15 @@ def make_plan(
     num_tokens: length of the run. None: its `max_duration`.
     stall_seconds: time for which a save stalls training. None: the time to copy a device's state to its host.
 
-    Raises ConfigError for a number of devices that cannot be divided into nodes, stages or parts of samples, and for
-    layers of the user's own. If no layout fits the memory, the plan has no candidates, and `would_fit` says how many
-    devices would do.
+    Raises ConfigError for a number of devices that cannot be divided into nodes, stages or parts of samples, for layers
+    of the user's own, and for batches of several sizes. If no layout fits the memory, the plan has no candidates, and
+    `would_fit` says how many devices would do.
     """
     if num_tokens is not None and not math.isfinite(num_tokens):
         raise ConfigError(f"--tokens: {num_tokens} given, expected a number of tokens, such as 1e12")
     config = load_train_config(arguments).config
     refuse_unknown_layers(config.model)
+    refuse_batch_sizes(config)
     pipeline = pipeline or config.pp_config
     check_devices(config, num_devices, hardware.node.num_devices, pipeline)
 

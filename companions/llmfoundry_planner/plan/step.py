@@ -454,6 +454,23 @@ def refuse_unknown_layers(model: ModelConfig, advice: str = "plan with a layer o
             )
 
 
+def refuse_batch_sizes(
+    config: TrainConfig,
+    command: str = "plan",
+    advice: str = "give each in turn by batch_size_schedule=null global_train_batch_size=…",
+) -> None:
+    """Raise ConfigError for a run whose batches differ in size, because `command` computes one batch of it.
+
+    `advice` ends the message.
+    """
+    sizes = config.batch_sizes
+    if sizes.largest > config.global_train_batch_size:
+        raise ConfigError(
+            f"{command}: batch_size_schedule has batches of {sizes.smallest} to {sizes.largest} samples, and {command} "
+            f"takes one size; {advice}"
+        )
+
+
 def find_loads(model: ModelConfig, pipeline: PipelineConfig) -> StageLoads:
     """Return how evenly a pipeline's stages divide the computing of a model.
 

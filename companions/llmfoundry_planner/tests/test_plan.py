@@ -633,3 +633,15 @@ def test_a_run_with_exact_sums_gets_a_microbatch_size(exact_sums):
 
 def test_no_layout_is_rejected_because_exact_sums_need_a_microbatch_size(exact_sums):
     assert not any(rejected.reason.startswith("exact_sums: needs") for rejected in exact_sums.rejected)
+
+
+def test_a_run_of_several_batch_sizes_is_planned_one_size_at_a_time(capsys):
+    words = (*ON_H100, "64")
+    schedule = "batch_size_schedule={1000ba: 2048}"
+    assert plan(*words, schedule) == 2
+    assert (
+        "plan: batch_size_schedule has batches of 1024 to 2048 samples, and plan takes one size; give each in turn by "
+        "batch_size_schedule=null global_train_batch_size=…"
+    ) in capsys.readouterr().err
+    size = "global_train_batch_size=2048"
+    assert printed_plan(*words, schedule, "batch_size_schedule=null", size) == printed_plan(*words, size)
