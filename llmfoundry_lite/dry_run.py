@@ -73,6 +73,7 @@ def describe_launch(
         f"model          {count_parameters(model):,} parameters, {model.n_layers} blocks of width {model.d_model}",
         f"model FLOPs    {flops}",
         *_with_heading("own parts", _describe_own_parts(model)),
+        *_with_heading("loss", _describe_own_loss(config)),
         *_with_heading("devices", describe_layout(layout)),
         *_with_heading("batch", _describe_batch(config, layout)),
         *_with_heading("batches", _describe_batch_sizes(config, layout, findings)),
@@ -171,6 +172,16 @@ def _describe_own_parts(model: ModelConfig) -> list[str]:
     if not parts:
         return []
     return [f"{parts}: not counted in parameters, FLOPs and memory, because a dry run imports no code"]
+
+
+def _describe_own_loss(config: TrainConfig) -> list[str]:
+    """Return a line about the user's own loss; none for the cross-entropy."""
+    name = config.model.loss_fn
+    if not is_own(name):
+        return []
+    arguments = as_dict(config)["model"].get("loss_kwargs", {})
+    words = ", ".join([name, *(f"{key} {value}" for key, value in arguments.items())])
+    return [f"{words}: counted as cross-entropy in memory and FLOPs, because a dry run imports no code"]
 
 
 def _describe_batch(config: TrainConfig, layout: Layout) -> list[str]:

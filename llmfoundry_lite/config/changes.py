@@ -68,13 +68,15 @@ def find_changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> dict
 def find_model_changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[Change]:
     """Return the changes of the `model` block that may never be made: the same weights would compute something else.
 
-    Both configurations are as `schema.as_dict` returns them. Returns [] if one of them has no `model` block.
+    The loss is no such key. Both configurations are as `schema.as_dict` returns them. Returns [] if one of them has no
+    `model` block.
     """
     recorded_model = recorded.get("model")
     model = config.get("model")
     if not isinstance(recorded_model, Mapping) or not isinstance(model, Mapping):
         return []
     changes = _compare(ModelConfig, recorded_model, model, "model")
+    changes = [change for change in changes if not change.key.startswith("model.loss_")]
     return [change for change in changes if rule_of(change.key) == "never" or _changes_model_code(change)]
 
 

@@ -31,7 +31,9 @@ MIN_FLEX_HEAD_DIM = 16
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Keys of rope_hf_config that only the type llama3 reads."""
 NORMS = "low_precision_layernorm layernorm low_precision_rmsnorm rmsnorm python:"
-ARGUMENTS_OF_OWN_PARTS = ("norm_kwargs", "attn_config.kwargs", "attn_config.norm_kwargs", "ffn_config.kwargs")
+ARGUMENTS_OF_OWN_PARTS = (
+    *("norm_kwargs", "attn_config.kwargs", "attn_config.norm_kwargs", "ffn_config.kwargs", "loss_kwargs"),
+)
 """Keys of the block `model` that a record has only if a part of the user's own is given arguments."""
 MAX_TRIED_DIVISOR = 2**20
 """Largest number that `divisors` tries, because a YAML may have any number and a longer search would take seconds."""
@@ -109,6 +111,7 @@ NORMS_OF_Q_AND_K = (
     ),
 )
 OWN_NORM = only_with_own("norm", "norm_type")
+OWN_LOSS = only_with_own("loss", "loss_fn")
 OWN_ATTENTION = only_with_own("attention", "attn_type")
 OWN_FFN = only_with_own("ffn_type", "ffn_type")
 NOT_FOR_OWN_FFN = f"{{block.ffn_type}} is not given it; {NOT_GIVEN_TO_OWN}"
@@ -374,11 +377,19 @@ class ModelConfig:
     tie_word_embeddings: bool = True
     loss_fn: str = setting(
         "auto",
-        choices="auto fused_crossentropy torch_crossentropy",
+        choices="auto fused_crossentropy torch_crossentropy python:",
         change="freely",
-        uses=(Use(has_effect=lambda _, run: False, reason="all choices are the same chunked loss"),),
+        uses=(
+            Use(
+                has_effect=lambda model, _: is_own(model.loss_fn),
+                reason="all choices but python: are the same chunked loss",
+            ),
+        ),
     )
-    """Accepted for LLM Foundry's sake. All are the same chunked loss here."""
+    """python:package.module:Thing is a loss of your own, which the run trains with. The others are accepted for LLM
+    Foundry's sake: all are the same chunked cross-entropy here."""
+    loss_kwargs: dict[str, Any] = setting(dict, uses=(OWN_LOSS,))
+    """Arguments of a `python:` loss."""
 
     def problems(self) -> Iterator[str]:
         """Yield `key: what is wrong` for each key that does not go with another one, here and in the blocks inside.

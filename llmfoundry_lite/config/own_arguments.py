@@ -35,9 +35,10 @@ def find_named_parts(values: Mapping[str, Any]) -> Iterator[NamedPart]:
     yield NamedPart("scheduler", "name", ())
     yield NamedPart("model.ffn_config", "ffn_type", ())
 
-    # Attention gets the whole block `model`. The arguments of norms are in a key of their own.
+    # Attention gets the whole block `model`. The arguments of norms and of the loss are in keys of their own.
     yield NamedPart("model.attn_config", "attn_type", keys_of(AttentionConfig).keys() - {"kwargs"})
     yield NamedPart("model", "norm_type", keys_of(ModelConfig).keys() - {"norm_kwargs"})
+    yield NamedPart("model", "loss_fn", keys_of(ModelConfig).keys() - {"loss_kwargs"})
     yield NamedPart("model.attn_config", "norm_type", _all_but(values, "model.attn_config", "norm_kwargs"))
     # Keys of a loader may come from a hardware overlay. Its data set is a loader's own, but for what the model reads.
     of_every_loader = keys_of(LoaderConfig).keys() - {"kwargs", "dataset"}

@@ -495,6 +495,7 @@ class TrainConfig:
     def own_code(self) -> list[tuple[str, str]]:
         """Code of the user that the YAML names: dotted key and import path, `python:package.module:Thing`, of each."""
         names = [(f"model.{key}", name) for key, name in self.model.own_parts.items()]
+        names += [("model.loss_fn", self.model.loss_fn)]
         names += [("optimizer.name", self.optimizer.name), ("scheduler.name", self.scheduler.name)]
         names += [(f"{key}.name", loader.name) for key, loader in self.loaders.items()]
         names += [("callbacks", name) for name in self.callbacks.extra]

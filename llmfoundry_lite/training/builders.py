@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from llmfoundry_lite import companions, devices
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_tasks import load_tasks
+from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, SchedulerConfig
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.data.dataset import TextDataset
@@ -38,7 +39,7 @@ from llmfoundry_lite.training.agreement import Agreement, Meter, count_tokens
 from llmfoundry_lite.training.checkpointing import Checkpointing, Start
 from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler
 from llmfoundry_lite.training.in_context import InContext
-from llmfoundry_lite.training.loss import cross_entropy_sum, log_p_and_gradient
+from llmfoundry_lite.training.loss import OwnLoss, cross_entropy_sum, log_p_and_gradient
 from llmfoundry_lite.training.monitor import DropoutSeed, Profiler, RunMonitor
 from llmfoundry_lite.training.optimizers import OptimizerContext, ParameterGroup, find_builder
 from llmfoundry_lite.training.own_optimizer import CompareOptimizerState
@@ -332,9 +333,10 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
 def build_loss(config: TrainConfig, layout: Layout) -> Callable[..., torch.Tensor]:
     """Build the function that sums the cross-entropy of tokens, with the arguments of `cross_entropy_sum`.
 
-    Depending on the configuration, its inner step is compiled, the vocabulary is divided over the ranks of a
-    tensor-parallel group, and the gradient of tied embeddings is rounded for exact sums. Raises ConfigError if the
-    vocabulary must be divided and the companion for that is not installed.
+    Depending on the configuration, its inner step is compiled or the user's own, the vocabulary is divided over the
+    ranks of a tensor-parallel group, and the gradient of tied embeddings is rounded for exact sums. Raises ConfigError
+    if the vocabulary must be divided and the companion for that is not installed, and for a loss of the user's own that
+    cannot be built.
     """
     compiled = None
     if config.fuses_loss:
@@ -342,6 +344,9 @@ def build_loss(config: TrainConfig, layout: Layout) -> Callable[..., torch.Tenso
     sum_loss: Callable[..., torch.Tensor] = partial(
         cross_entropy_sum, chunk_bytes=config.loss_chunk_mib * MIB, compiled=compiled
     )
+
+    if is_own(config.model.loss_fn):
+        sum_loss = partial(sum_loss, own_loss=build_own_loss(config.model))
 
     if layout.tensor > 1:
         key = "tp_config.tensor_parallel_degree"
@@ -352,6 +357,25 @@ def build_loss(config: TrainConfig, layout: Layout) -> Callable[..., torch.Tenso
     if config.exact_sums and config.model.tie_word_embeddings:
         sum_loss = round_unembedding_gradient(sum_loss)
     return sum_loss
+
+
+def build_own_loss(model: ModelConfig) -> OwnLoss:
+    """Build the loss of the user's own. Raises ConfigError for one that cannot be built, or has parameters."""
+    loss = call_object(model.loss_fn, "model.loss_fn", "model.loss_kwargs", model.loss_kwargs)
+    if not callable(loss):
+        raise ConfigError(
+            f"model.loss_fn: {model.loss_fn} returns {type(loss).__name__}, expected a loss that can be called with "
+            "logits and targets"
+        )
+    if isinstance(loss, torch.nn.Module):
+        tensors = [*loss.named_parameters(), *loss.named_buffers()]
+        if tensors:
+            name, tensor = tensors[0]
+            raise ConfigError(
+                f"model.loss_fn: {model.loss_fn} has a tensor, {name}, of shape {list(tensor.shape)}, which would be "
+                "neither trained, moved nor saved; keep a number, or make the tensor in forward"
+            )
+    return cast(OwnLoss, loss)
 
 
 def find_separator(config: TrainConfig) -> tuple[int | None, bool]:

@@ -5,6 +5,9 @@ such tensors until the backward pass. Here the forward pass computes logits, los
 after the other, and keeps only the gradients of the hidden states and of the embedding. Value and gradient are exact,
 and no product is computed twice. If the step is compiled, a chunk's logits become their gradient in one pass over them.
 
+A loss of the user's own (`OwnLoss`) takes the place of the cross-entropy in training, for the same chunks. Evaluations
+keep the cross-entropy.
+
 Where tensor parallelism divides the vocabulary, the logits stay divided, and ranks exchange two numbers per token.
 
 Suffixes of tensors are their dimensions: b samples, t tokens of a sample, n tokens (b * t), c tokens of a chunk, d
@@ -13,11 +16,13 @@ model width, v vocabulary or this rank's part of it.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
 from llmfoundry_lite.config.schema import LOSS_CHUNK_MIB
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.products import matmul_transposed
 
@@ -33,6 +38,21 @@ longer."""
 
 CHUNK_MULTIPLE = 128
 """Chunks are multiples of this many tokens. Other sizes take half as long again on a CPU."""
+
+
+class OwnLoss(Protocol):
+    """A loss of the user's own, as torch's losses with `reduction="none"`: `Thing(**loss_kwargs)` returns one."""
+
+    def __call__(self, logits_nv: torch.Tensor, targets_n: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each token, [n].
+
+        logits_nv: [n, v] in fp32, for n tokens and v tokens of the vocabulary.
+        targets_n: the id of each token's next one, int64. Tokens without one, before padding and at a sample's end,
+            have any id, and their losses are not counted.
+
+        The n tokens are a chunk of a microbatch, so a token's loss must not depend on other tokens.
+        """
+        ...
 
 
 def next_token_labels(tokens_bt: torch.Tensor) -> torch.Tensor:
@@ -67,8 +87,12 @@ def cross_entropy_sum(
     chunk_bytes: int = CHUNK_BYTES,
     compiled: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     divide_vocabulary: Callable[[torch.Tensor], tuple[torch.Tensor, Any]] | None = None,
+    own_loss: OwnLoss | None = None,
 ) -> torch.Tensor:
     """Return the sum over tokens of -log p(label) in nats: a scalar in fp32, whatever the dtypes of the arguments are.
+
+    With `own_loss` it is the sum of that loss, where gradients are computed. Raises ConfigError for a result of it that
+    is not one number for each token.
 
     Args:
         hidden_btd: the model's last hidden states, for b samples of t tokens, of width d.
@@ -83,12 +107,15 @@ def cross_entropy_sum(
         divide_vocabulary: a companion's function that takes this rank's rows out of the embedding, which is a DTensor
             then. All ranks return the whole sum, and each its part of the hidden states' gradient, which the model adds
             up.
+        own_loss: a loss of the user's own to train with. Evaluations, which compute no gradients, do not use it.
     """
     vocabulary = None  # this rank's part of the vocabulary, if ranks divide it
     if divide_vocabulary is not None:
         unembedding_vd, vocabulary = divide_vocabulary(unembedding_vd)
     if vocabulary is not None:
         compiled = None
+    if own_loss is not None:
+        compiled = partial(own_loss_and_gradient, own_loss) if torch.is_grad_enabled() else None
 
     # From here on, the tokens of all samples are in one dimension.
     weights_n = None if weights_bt is None else weights_bt.flatten()
@@ -200,7 +227,8 @@ def _log_p_of_chunk(
 
     The gradient is softmax - one_hot, not weighted, or None unless the caller `needs_gradient`. Values of tokens whose
     label is IGNORED have no meaning; the caller gives them the weight 0. `vocabulary` is this rank's part of a divided
-    vocabulary, or None. `compiled` is a compiled `log_p_and_gradient`, or None to compute step by step.
+    vocabulary, or None. `compiled` is a compiled `log_p_and_gradient`, or one for a loss of the user's own, or None to
+    compute step by step.
     """
     columns_c = labels_c.clamp(min=0)  # IGNORED is negative, and is no index
     if compiled is not None and needs_gradient:
@@ -258,3 +286,26 @@ def log_p_and_gradient(logits_cv: torch.Tensor, columns_c: torch.Tensor) -> tupl
 
     log_p_c = log_p_cv.gather(1, columns_c[:, None])[:, 0]
     return log_p_c, grad_cv
+
+
+def own_loss_and_gradient(
+    own_loss: OwnLoss, logits_cv: torch.Tensor, columns_c: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what stands for `log_p_and_gradient` with a loss of the user's own: minus the losses [c], and a gradient.
+
+    The gradient [c, v] is that of the losses' sum by the logits. Both are in fp32. Raises ConfigError for a result that
+    is not one number for each of the c tokens.
+    """
+    with torch.enable_grad(), torch.autocast(logits_cv.device.type, enabled=False):
+        logits_cv = logits_cv.detach().float().requires_grad_()
+        loss_c = own_loss(logits_cv, columns_c)
+        if not isinstance(loss_c, torch.Tensor) or loss_c.shape != columns_c.shape:
+            found = list(loss_c.shape) if isinstance(loss_c, torch.Tensor) else type(loss_c).__name__
+            raise ConfigError(
+                f"model.loss_fn: the loss of {columns_c.numel()} tokens is {found}, expected a tensor with one number "
+                'for each token; a loss of torch returns that with reduction: "none"'
+            )
+        if not loss_c.requires_grad:
+            raise ConfigError("model.loss_fn: the loss does not depend on the logits, so nothing would be trained")
+        (grad_cv,) = torch.autograd.grad(loss_c.sum(), logits_cv)
+    return -loss_c.detach().float(), grad_cv

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmfoundry_lite.config.changes import find_changes, find_model_changes
 from llmfoundry_lite.config.data_schema import TextDatasetConfig
 from llmfoundry_lite.config.fields import schema_keys
 from llmfoundry_lite.config.layers import leaf_keys
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.model_schema import ModelConfig, as_record
+from llmfoundry_lite.config.model_schema import ARGUMENTS_OF_OWN_PARTS, ModelConfig, as_record
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.convert.huggingface import describe_export_problem
 from llmfoundry_lite.errors import ConfigError
@@ -183,7 +184,7 @@ def test_a_run_without_own_parts_is_recorded_as_earlier_releases_did(tmp_path):
     """They refuse keys that they do not know, and compare configurations that launches and reports record."""
     record = as_dict(load(tmp_path))
     keys_of_model = {*schema_keys(ModelConfig)} - {*leaf_keys(record["model"])}
-    assert keys_of_model == {"norm_kwargs", "attn_config.kwargs", "attn_config.norm_kwargs", "ffn_config.kwargs"}
+    assert keys_of_model == {*ARGUMENTS_OF_OWN_PARTS}
     assert "kwargs" not in record["scheduler"] and record["loggers"] == {"wandb": None, "tensorboard": None}
     assert record["optimizer"]["kwargs"] == {} and record["callbacks"]["extra"] == {}  # as they did
     assert as_record(ModelConfig()).keys() == record["model"].keys()
@@ -204,7 +205,10 @@ def test_kwargs_must_be_a_block(tmp_path, block, kwargs):
 )
 @pytest.mark.parametrize(
     "part",
-    [OWN_NORM, OWN_FFN, "model.attn_config.attn_type=python:mine:A", "model.attn_config.attn_impl=python:mine:attend"],
+    [
+        *(OWN_NORM, OWN_FFN, "model.attn_config.attn_type=python:mine:A"),
+        *("model.attn_config.attn_impl=python:mine:attend", "model.loss_fn=python:mine:Loss"),
+    ],
 )
 def test_only_fsdp_divides_a_part(tmp_path, part, degree):
     with pytest.raises(ConfigError) as error:
@@ -215,6 +219,16 @@ def test_only_fsdp_divides_a_part(tmp_path, part, degree):
     )
     assert str(error.value).endswith(f"remove {degree}_degree, because only FSDP divides parts of your own")
     load(tmp_path, part, f"{degree}_degree=1")
+
+
+def test_a_loss_changes_in_no_run_and_stays_with_no_weights(tmp_path):
+    ours, own = (as_dict(load(tmp_path, *words)) for words in ([], ["model.loss_fn=python:mine:Loss"]))
+    other = as_dict(load(tmp_path, "model.loss_fn=python:mine:Loss", "model.loss_kwargs={rate: 2}"))
+    assert list(map(str, find_changes(ours, own)["never"])) == ["model.loss_fn auto -> python:mine:Loss"]
+    [change] = find_changes(own, other)["never"]
+    assert change.key.startswith("model.loss_kwargs")
+    assert find_model_changes(ours, own) == find_model_changes(own, other) == [], "these weights compute the same"
+    assert load(tmp_path, "model.loss_fn=python:mine:Loss").own_code == [("model.loss_fn", "python:mine:Loss")]
 
 
 def test_a_part_cannot_be_exported():

@@ -226,6 +226,7 @@ def test_the_page_for_users_describes_a_run_that_can_be_built(tmp_path, monkeypa
         "model.ffn_config.ffn_type",
         "model.attn_config.attn_type",
         "model.attn_config.attn_impl",
+        "model.loss_fn",
         "scheduler.name",
         "loggers",
     }

@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training.loss import (
     IGNORED,
     cross_entropy_sum,
@@ -71,3 +72,42 @@ def test_weights_multiply_the_losses_of_their_tokens(problem):
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     for ours, theirs in zip(torch.autograd.grad(total, (hidden, unembedding)), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+SMOOTHED = torch.nn.CrossEntropyLoss(reduction="none", label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("weights", [None, "rows"])
+def test_a_loss_of_ones_own_is_summed_over_chunks_exactly(problem, weights):
+    hidden, unembedding, labels = problem
+    weights_bt = None if weights is None else row_weights(labels)
+    logits_nv = (hidden @ unembedding.T).flatten(0, 1)
+    losses_n = F.cross_entropy(logits_nv, labels.flatten(), reduction="none", label_smoothing=0.1, ignore_index=IGNORED)
+    expected = losses_n.sum() if weights_bt is None else (losses_n * weights_bt.flatten()).sum()
+    wanted = torch.autograd.grad(expected * 0.37, (hidden, unembedding))
+
+    options = {"chunk_bytes": 128 * 37 * 4, "weights_bt": weights_bt, "own_loss": SMOOTHED}
+    total = cross_entropy_sum(hidden, unembedding, labels, **options)
+    got = torch.autograd.grad(total * 0.37, (hidden, unembedding))
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_an_evaluation_keeps_the_cross_entropy(problem):
+    with torch.no_grad():
+        assert cross_entropy_sum(*problem, own_loss=SMOOTHED) == cross_entropy_sum(*problem)
+
+
+@pytest.mark.parametrize(
+    ("own_loss", "words"),
+    [
+        (torch.nn.CrossEntropyLoss(), r"the loss of 150 tokens is \[\], expected a tensor with one number for each"),
+        (lambda logits, targets: logits, r"the loss of 150 tokens is \[150, 37\], expected"),
+        (lambda logits, targets: 1.0, "the loss of 150 tokens is float, expected"),
+        (lambda logits, targets: torch.ones(150), "the loss does not depend on the logits"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_is_refused(problem, own_loss, words):
+    with pytest.raises(ConfigError, match=rf"^model\.loss_fn: {words}"):
+        cross_entropy_sum(*problem, own_loss=own_loss)

@@ -69,6 +69,19 @@ def test_it_carries_on_on_other_ranks_bit_equal(folder, ranks):
     assert manifest.config["scheduler"] == {"name": f"{PARTS}:Triangle", "kwargs": {"peak": 0.4}}
 
 
+def test_a_loss_of_ones_own_is_bit_equal_on_other_ranks(folder):
+    loss = {"loss_fn": "python:torch.nn:CrossEntropyLoss", "loss_kwargs": {"reduction": "none", "label_smoothing": 0.2}}
+    smoothed = config(folder)
+    smoothed["model"] |= loss
+    run(folder, smoothed, "smoothed")
+    run(folder, smoothed, "smoothed-elsewhere", 2, stop_at="3ba", **SHARDED)
+    run(folder, smoothed, "smoothed-elsewhere", 1)
+    assert losses(folder, "smoothed-elsewhere") == losses(folder, "smoothed") != losses(folder, "whole")
+    expected = weights(folder, "smoothed")
+    found = weights(folder, "smoothed-elsewhere")
+    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+
+
 def test_a_logger_of_ones_own_gets_what_the_log_has(folder):
     path = folder / "losses.txt"
     run(folder, config(folder), "logged", 2, loggers={f"{PARTS}:Tail": {"path": str(path)}}, max_duration="2ba")
