@@ -35,7 +35,9 @@ RECORD_NAME = re.compile(r"[0-9]{8}\.json")
 EARLY_END = "early-end.json"
 """Name of the record of the newest launch that ended before it trained. The next such launch replaces it."""
 EARLY_END_SECONDS = 2.0
-"""The longest time that a launch which ends early waits until its record is written."""
+"""The longest time that a launch which ends early waits until its record is written, once the folder is open."""
+EARLY_END_IMPORT_SECONDS = 10.0
+"""The longest time that it waits until the folder is open. For a bucket, its client is imported then."""
 LEASE = "lease"
 """Key of an early end's record: the lease as the launch has found it, by `describe_lease`."""
 RETRY_SECONDS = 30.0
@@ -65,17 +67,25 @@ def describe_lease(holder: Holder | None) -> str:
 def record_early_end(url: str, record: dict[str, Any]) -> None:
     """Write the record of a launch that ends before it trains, beside the checkpoints at a path or URL.
 
-    Waits for EARLY_END_SECONDS at most, and raises nothing if it cannot be written.
+    Waits for EARLY_END_IMPORT_SECONDS and EARLY_END_SECONDS at most, and raises nothing if it cannot be written.
     """
-    thread = threading.Thread(target=_write_early_end, args=(url, record), name="early-end", daemon=True)
+    is_open = threading.Event()
+    thread = threading.Thread(target=_write_early_end, args=(url, record, is_open), name="early-end", daemon=True)
     thread.start()
-    thread.join(EARLY_END_SECONDS)
+    if is_open.wait(EARLY_END_IMPORT_SECONDS):
+        thread.join(EARLY_END_SECONDS)
 
 
-def _write_early_end(url: str, record: dict[str, Any]) -> None:
-    """Write the record of a launch that ends early. Runs in a background thread."""
+def _write_early_end(url: str, record: dict[str, Any], is_open: threading.Event) -> None:
+    """Write the record of a launch that ends early. Runs in a background thread.
+
+    Sets `is_open` once the folder is open, or cannot be opened.
+    """
     with contextlib.suppress(OSError, CheckpointError):
-        root = open_folder(url)
+        try:
+            root = open_folder(url)
+        finally:
+            is_open.set()
         holder = Leases(root).current_holder()
         # Without a lease, a disk may not be mounted, and this would write into its mount point.
         if root.path_here is not None and holder is None:

@@ -88,8 +88,8 @@ def publish_early_end(config: TrainConfig, status: str, reason: str) -> None:
 
     status: `failed`, or `preempted` if the same command may succeed later.
 
-    Nothing is recorded if the checkpoints are in the run folder, whose status.json says so. Waits for two seconds at
-    most, and raises nothing.
+    Nothing is recorded if the checkpoints are in the run folder, whose status.json says so. Waits some seconds at most,
+    and raises nothing.
     """
     # The disk is not asked, because it may be the reason.
     folder = Path(os.path.abspath(config.checkpoint_folder))

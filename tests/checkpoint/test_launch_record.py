@@ -88,16 +88,35 @@ def test_an_early_end_is_one_file_that_names_the_lease(url):
     assert list_records(store.root) == []
 
 
-def test_an_early_end_waits_for_a_folder_that_hangs_no_longer_than_two_seconds(tmp_path, monkeypatch):
+def test_the_time_to_import_the_client_of_a_bucket_is_not_that_to_write(url, monkeypatch):
+    saved(url, 1)
+    opened = []
+
+    def import_and_open(url):
+        time.sleep(0.2)
+        opened.append(url)
+        return open_folder(url)
+
+    monkeypatch.setattr(launch_record, "open_folder", import_and_open)
+    monkeypatch.setattr(launch_record, "EARLY_END_IMPORT_SECONDS", DEADLINE_SECONDS)
+    monkeypatch.setattr(launch_record, "EARLY_END_SECONDS", 0.0)
+    record_early_end(url, {"status": "failed"})
+    assert opened == [url]
+    for thread in threading.enumerate():
+        if thread.name == "early-end":
+            thread.join(DEADLINE_SECONDS)
+
+
+def test_an_early_end_waits_for_a_folder_that_hangs_no_longer_than_some_seconds(tmp_path, monkeypatch):
     goes_on = threading.Event()
 
     def hang(url):
         goes_on.wait(DEADLINE_SECONDS)
         raise OSError(errno.ENETDOWN, "down")
 
-    monkeypatch.setattr(launch_record, "open_folder", hang)
     assert launch_record.EARLY_END_SECONDS == 2.0
-    monkeypatch.setattr(launch_record, "EARLY_END_SECONDS", 0.05)
+    monkeypatch.setattr(launch_record, "open_folder", hang)
+    monkeypatch.setattr(launch_record, "EARLY_END_IMPORT_SECONDS", 0.05)
     began = time.monotonic()
     record_early_end(str(tmp_path), {})
     assert time.monotonic() - began < DEADLINE_SECONDS / 2
