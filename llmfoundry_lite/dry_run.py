@@ -5,6 +5,7 @@ checked here: `preflight.py` has made the checks, and its findings are printed. 
 the checkpoints from which the launch could start, but no tensor.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.data_stages import distinct_streams, first_batches
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.parameter_groups import divide_parameters
 from llmfoundry_lite.config.scalars import FromEnvironment
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.yaml_text import dump_record
@@ -32,6 +34,7 @@ from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.estimate.model_memory import describe_unknown_parts
 from llmfoundry_lite.estimate.own_optimizer import read_told_state
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
+from llmfoundry_lite.models.names import list_parameters
 from llmfoundry_lite.own_code import is_own
 from llmfoundry_lite.preflight import Preflight, count_epoch_samples
 
@@ -83,6 +86,7 @@ def describe_launch(
         *_describe_data(config, findings),
         f"precision      {_describe_precision(config)}",
         f"optimizer      {_describe_optimizer(config)}",
+        *_with_heading("groups", _describe_groups(config)),
         *_with_heading("memory", _describe_memory(config, layout)),
         f"saves          {_describe_saves(config)}",
         f"logs           {_describe_logs(config)}",
@@ -328,6 +332,37 @@ def _describe_optimizer(config: TrainConfig) -> str:
     if clipping:
         facts.append(f"gradients clipped at {clipping.clipping_threshold:g}")
     return ", ".join(facts)
+
+
+def _describe_groups(config: TrainConfig) -> list[str]:
+    """Return a line for each group of `optimizer.param_groups`, that of the other parameters first.
+
+    0  the others              124,337,664 parameters of 50 tensors, lr 0.0006, weight decay 1e-05
+    1  'norm|bias'                 121,344 parameters of 98 tensors, lr 0.0006, weight decay 0
+    """
+    if not config.optimizer.param_groups:
+        return []
+    shapes = list_parameters(config.model)
+    groups = divide_parameters(shapes, config.optimizer)
+    width = max(len(str(group)) for group in groups)
+    counts = [f"{sum(math.prod(shapes[name]) for name in group.names):,}" for group in groups]
+    count_width = max(map(len, counts))
+
+    lines: list[str] = []
+    for index, (group, count) in enumerate(zip(groups, counts, strict=True)):
+        settings = group.settings
+        facts = [f"{count:>{count_width}} parameters of {len(group.names)} tensor(s), lr {settings.lr:g}"]
+        if settings.adamw_lr is not None:
+            facts.append(f"adamw_lr {settings.adamw_lr:g}")
+        if not is_own(settings.name):
+            facts.append(f"weight decay {settings.decay:g}")
+        if index > 0:
+            given = config.optimizer.param_groups[index - 1].own_settings
+            facts += [f"{key} {value}" for key, value in given.items() if key in ("betas", "eps", "momentum")]
+        lines.append(f"{index}  {group!s:<{width}}  {', '.join(facts)}")
+    if config.model.own_parts:
+        lines.append("parameters of your own parts are not counted: a dry run imports no code")
+    return lines
 
 
 def _describe_memory(config: TrainConfig, layout: Layout) -> list[str]:

@@ -27,6 +27,7 @@ from llmfoundry_lite.config.data_stages import distinct_streams
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout
 from llmfoundry_lite.config.load_tasks import load_tasks
+from llmfoundry_lite.config.parameter_groups import check_groups, describe_overlaps, divide_parameters
 from llmfoundry_lite.config.schema import TrainConfig, data_label
 from llmfoundry_lite.config.wandb_init import RUN_ID, check_wandb, describe_unused_variables, init_arguments
 from llmfoundry_lite.data.index_files import find_first_index
@@ -46,6 +47,7 @@ from llmfoundry_lite.evaluation.items import SEPARATE
 from llmfoundry_lite.evaluation.tasks import check_task
 from llmfoundry_lite.files import exists, is_file, open_regular
 from llmfoundry_lite.hardware import GIB, Device
+from llmfoundry_lite.models.names import list_parameters
 from llmfoundry_lite.own_code import PREFIX
 from llmfoundry_lite.own_facts import find_module
 
@@ -91,6 +93,7 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
 
     # Check the files that the configuration names. Data comes first, because text needs the tokenizer.
     findings = Preflight()
+    _check_parameter_groups(config, findings)
     for key, loader in config.loaders.items():
         if loader.name == "text":  # a user's own loader is not checked
             _check_data(key, loader, config, findings, must_exist=must_exist)
@@ -111,6 +114,19 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
             f"({size_key}); use more data or a smaller batch"
         )
     return findings
+
+
+def _check_parameter_groups(config: TrainConfig, findings: Preflight) -> None:
+    """Raise ConfigError for a group of `optimizer.param_groups` without parameters, and note groups that overlap.
+
+    A model with parts of the user's own has parameters that only a launch knows, which checks its groups then.
+    """
+    if not config.optimizer.param_groups:
+        return
+    groups = divide_parameters(list_parameters(config.model), config.optimizer)
+    findings.notes += describe_overlaps(groups)
+    if not config.model.own_parts:
+        check_groups(groups)
 
 
 def _check_companions(config: TrainConfig, layout: Layout) -> None:

@@ -199,5 +199,29 @@ def _compare(block: type | None, before: Any, after: Any, path: str) -> Iterator
             # Several blocks by label, such as eval_loaders.
             for label in {**value_before, **value_after}:
                 yield from _compare(key.block, value_before.get(label), value_after.get(label), f"{inner_path}.{label}")
+        elif key.container is list and key.block is not None and _may_change_inside(key.block):
+            yield from _compare_lists(key.block, list(value_before or []), list(value_after or []), inner_path)
         else:
             yield from _compare(key.block, value_before, value_after, inner_path)
+
+
+def _may_change_inside(block: type) -> bool:
+    """Return whether keys of a block have rules of their own for changes in mid-run."""
+    return any(key.setting.rule is not None for key in keys_of(block).values())
+
+
+def _compare_lists(block: type, before: list[Any], after: list[Any], path: str) -> Iterator[Change]:
+    """Yield the changes between two lists of blocks, such as `optimizer.param_groups`.
+
+    Those of single keys are yielded if each of them may change; otherwise the whole list is, which is what a user would
+    have to set.
+    """
+    changes: list[Change] = []
+    if len(before) == len(after):
+        for index, (block_before, block_after) in enumerate(zip(before, after, strict=True)):
+            changes += _compare(block, block_before, block_after, f"{path}[{index}]")
+    is_allowed = len(before) == len(after) and all(rule_of(change.key) != "never" for change in changes)
+    if is_allowed:
+        yield from changes
+    elif before != after:
+        yield Change(path, before, after)

@@ -190,7 +190,7 @@ def only_with_own(part: str, key: str = "name") -> Use:
 
 NOT_GIVEN_TO_OWN = "remove it, or pass it with {path}.kwargs.{key}"
 """End of the reason why a key of ours has no effect beside code of the user's own, which is not given it."""
-KEYS_OF_OWN_OBJECTS = ("name", "lr", "num_workers", "drop_last", "kwargs")
+KEYS_OF_OWN_OBJECTS = ("name", "lr", "param_groups", "num_workers", "drop_last", "kwargs")
 """Keys that an optimizer, a schedule or a loader of the user's own has in a YAML. A configuration has keys of ours too,
 with their defaults."""
 
@@ -457,13 +457,14 @@ def settings_along(block: type, dotted_key: str) -> list[Setting]:
     settings: list[Setting] = []
     names = iter(dotted_key.split("."))
     for name in names:
-        key = keys_of(block).get(name)
+        name_without_index = name.partition("[")[0]  # param_groups for param_groups[0]
+        key = keys_of(block).get(name_without_index)
         if key is None:
             break
         settings.append(key.setting)
         if key.block is None:
             break
         block = key.block
-        if key.container is not None:
+        if key.container is not None and "[" not in name:
             next(names, None)  # skip the name of one of several blocks, such as `wiki` in eval_loaders.wiki.dataset
     return settings

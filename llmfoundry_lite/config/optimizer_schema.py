@@ -1,6 +1,7 @@
 """The blocks `optimizer` and `scheduler` of a training run: how weights are updated, and at which learning rate."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from typing import Any
 
 from llmfoundry_lite.config.fields import (
@@ -9,6 +10,7 @@ from llmfoundry_lite.config.fields import (
     REQUIRED,
     Use,
     duration_setting,
+    not_empty,
     only_with,
     only_with_own,
     setting,
@@ -44,6 +46,54 @@ def _with_schedules(key: str, *, is_refused: bool = True) -> tuple[Use, ...]:
     return (only_with(*schedules_with(key), is_refused=is_refused),)
 
 
+def _with_optimizers_of_run(key: str) -> tuple[Use, ...]:
+    """Return the condition for a key of a group that not all optimizers take: it is refused beside another one."""
+    names = optimizers_with(key)
+    if len(names) == len(OPTIMIZERS):
+        return ()
+    return (
+        Use(
+            has_effect=lambda _, run: is_own(run.optimizer.name) or run.optimizer.name in names,
+            reason="{run.optimizer.name} does not take it; remove it",
+            is_refused=True,
+        ),
+    )
+
+
+VALID_BETA = validator("0 <= beta < 1", lambda value: 0 <= value < 1)
+VALID_MOMENTUM = validator("0 <= momentum < 1", lambda value: 0 <= value < 1)
+
+
+def _check_expression(value: str) -> None:
+    """Check a regular expression. Raises ValueError for one that Python's `re` does not compile."""
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"a regular expression; Python's re says: {error}") from None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ParameterGroupConfig:
+    """A group of parameters with settings of its own. Those that it leaves out are the optimizer's."""
+
+    param_str_match: str = setting(REQUIRED, not_empty("a regular expression"), _check_expression)
+    """Regular expression that is searched for in names such as model.transformer.blocks.0.norm_1.weight. A parameter is
+    in the first group that matches it."""
+    lr: float | None = setting(None, POSITIVE, change="logged")
+    weight_decay: float | None = setting(None, NON_NEGATIVE, change="logged")
+    betas: tuple[float, float] | None = setting(None, VALID_BETA, uses=_with_optimizers_of_run("betas"))
+    eps: float | None = setting(None, POSITIVE, uses=_with_optimizers_of_run("eps"))
+    adamw_lr: float | None = setting(None, POSITIVE, change="logged", uses=_with_optimizers_of_run("adamw_lr"))
+    """With muon, the rate of what is no matrix. Default: lr of the group, if it has one."""
+    momentum: float | None = setting(None, VALID_MOMENTUM, uses=_with_optimizers_of_run("momentum"))
+
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        """The settings that the group has itself, by key."""
+        values = {key.name: getattr(self, key.name) for key in fields(self) if key.name != "param_str_match"}
+        return {name: value for name, value in values.items() if value is not None}
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OptimizerConfig:
     """The optimizer, and its settings."""
@@ -56,13 +106,9 @@ class OptimizerConfig:
     """Learning rate. With muon, the rate of the blocks' matrices."""
     adamw_lr: float | None = setting(None, POSITIVE, change="logged", uses=_with_optimizers("adamw_lr"))
     """Rate of embeddings, head, norms and biases, which AdamW updates. Default: lr."""
-    betas: tuple[float, float] | None = setting(
-        None, validator("0 <= beta < 1", lambda value: 0 <= value < 1), uses=_with_optimizers("betas")
-    )
+    betas: tuple[float, float] | None = setting(None, VALID_BETA, uses=_with_optimizers("betas"))
     """Default (0.9, 0.95) for the AdamWs, (0.9, 0.99) for the Lions."""
-    momentum: float | None = setting(
-        None, validator("0 <= momentum < 1", lambda value: 0 <= value < 1), uses=_with_optimizers("momentum")
-    )
+    momentum: float | None = setting(None, VALID_MOMENTUM, uses=_with_optimizers("momentum"))
     """Momentum of the matrices' gradients; default 0.95."""
     ns_steps: int | None = setting(None, POSITIVE, uses=_with_optimizers("ns_steps"))
     """Iterations of Newton and Schulz; default 5."""
@@ -83,6 +129,8 @@ class OptimizerConfig:
     weight_decay: float | None = setting(None, NON_NEGATIVE, change="logged", uses=_with_optimizers("weight_decay"))
     """Decoupled optimizers multiply it by lr / initial lr, the others by lr. Default: 1e-5 for decoupled_adamw, as in
     Composer, 0 for the others."""
+    param_groups: list[ParameterGroupConfig] = setting(list)
+    """Groups of parameters with settings of their own, chosen by name."""
     kwargs: dict[str, Any] = setting(dict, uses=(OWN_OPTIMIZER,))
     """Arguments of a `python:` optimizer."""
 

@@ -31,7 +31,7 @@ def find_named_parts(values: Mapping[str, Any]) -> Iterator[NamedPart]:
 
     Their key is the name itself. `values` say which loaders there are.
     """
-    yield NamedPart("optimizer", "name", {"lr"})
+    yield NamedPart("optimizer", "name", {"lr", "param_groups"})
     yield NamedPart("scheduler", "name", ())
     yield NamedPart("model.ffn_config", "ffn_type", ())
 
@@ -178,7 +178,7 @@ def collect_own_arguments(values: dict[str, Any]) -> None:
     """
     # The user's optimizer or schedule may have an argument of the same name as a key of ours, such as `betas`, so only
     # the first keys stay. All keys of a loader stay, because they may come from a hardware overlay.
-    _move_arguments(values.get("optimizer"), "name", {"name", "lr", "kwargs"})
+    _move_arguments(values.get("optimizer"), "name", {"name", "lr", "param_groups", "kwargs"})
     _move_arguments(values.get("scheduler"), "name", {"name", "kwargs"})
     for block_key in _loader_blocks(values):
         _, loader = find_value(values, block_key)

@@ -570,6 +570,9 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
     values["optimizer"] = without_our_keys(values["optimizer"])
     values["scheduler"] = without_our_keys(values["scheduler"])
 
+    if not config.optimizer.param_groups:
+        values["optimizer"].pop("param_groups")
+
     # A run without parts of the user's own is recorded as earlier releases did, so that they can read it.
     arguments = [f"model.{key}" for key in ARGUMENTS_OF_OWN_PARTS]
     return without_empty(values, [*arguments, "scheduler.kwargs", "loggers.extra"])

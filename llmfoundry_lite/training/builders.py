@@ -41,8 +41,9 @@ from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.loss import OwnLoss, cross_entropy_sum, log_p_and_gradient
 from llmfoundry_lite.training.monitor import DropoutSeed, Profiler, RunMonitor
-from llmfoundry_lite.training.optimizers import OptimizerContext, ParameterGroup, find_builder
+from llmfoundry_lite.training.optimizers import OptimizerContext, find_builder
 from llmfoundry_lite.training.own_optimizer import CompareOptimizerState
+from llmfoundry_lite.training.parameter_groups import group_parameters, own_groups
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.rank_times import RankTimes
@@ -147,7 +148,12 @@ def build_callbacks(
     those cannot be built.
     """
     callbacks: list[Callback] = [
-        LearningRate(config.scheduler, config.max_duration, build_own_schedule(config.scheduler)),
+        LearningRate(
+            config.scheduler,
+            config.max_duration,
+            build_own_schedule(config.scheduler),
+            logs_groups=bool(config.optimizer.param_groups),
+        ),
         RunMonitor(
             config.callbacks.speed_monitor.window_size,
             find_flops_per_token(config, model),
@@ -427,13 +433,14 @@ def build_optimizer_of(
     """Build the optimizer that `config` names for `parameters`, which are given by name.
 
     The user's own optimizer is called with the parameters, `lr`, and the other keys of the block `optimizer`. Raises
-    ConfigError if it cannot be imported, or does not take these keys.
+    ConfigError if it cannot be imported, if it does not take these keys, or if a group of `param_groups` is empty.
     """
+    groups = group_parameters(config, parameters, context)
     if is_own(config.name):
-        tensors = list(parameters.values())
+        tensors = own_groups(config, groups)
         return call_object(config.name, "optimizer.name", "optimizer", config.kwargs, tensors, lr=config.lr)
     build = find_builder(config.name)
-    return build([ParameterGroup(parameters, config)], context)
+    return build(groups, context)
 
 
 # ------------------------------------------------------------------------------------------------------------- data

@@ -107,7 +107,7 @@ class Search:
         """Return the number of samples in a microbatch, and what was measured, in words.
 
         Collective. The size is the same on every rank, and the text has this rank's numbers. `num_optimizer_slots` says
-        how many numbers the optimizer keeps for a parameter, by group; the last one counts for all later groups too.
+        how many numbers the optimizer keeps for a parameter: one for all groups, or one for each half of the groups.
         Sets `peaks`, `meter` and `available_bytes`, and leaves the gradients cleared. Raises ConfigError if not even
         the smallest size fits.
         """
@@ -249,11 +249,13 @@ def _device() -> torch.device:
 def _state_bytes(optimizer: Optimizer, num_slots: Sequence[float]) -> int:
     """Return the bytes of this rank's optimizer state.
 
-    `num_slots` are the numbers that it keeps for a parameter, by group; the last one counts for all later groups too.
+    `num_slots` are the numbers that it keeps for a parameter: one for all groups, or one for the first half of the
+    groups and one for the second, as Muon has them.
     """
+    groups_of_each = len(optimizer.param_groups) // len(num_slots)
     total = 0.0
     for index, group in enumerate(optimizer.param_groups):
-        total += _bytes(group["params"]) * num_slots[min(index, len(num_slots) - 1)]
+        total += _bytes(group["params"]) * num_slots[index // groups_of_each]
     return int(total)
 
 

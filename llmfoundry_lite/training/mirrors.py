@@ -36,6 +36,8 @@ FOUNDRY_NAMES = {
 }
 """Our name of a metric -> LLM Foundry's, and how many of our units make one of its. Other metrics have the same
 name."""
+GROUP_RATES = "lr/group"
+"""Beginning of our names of the learning rates of `param_groups`."""
 MAX_EXPONENT = 700.0
 """Losses above this many nats have the perplexity of this loss; exp() overflows at 710."""
 
@@ -55,6 +57,8 @@ def foundry_names(record: Record, optimizer: str) -> Record:
     named: Record = {}
     for key, value in numbers_of(record).items():
         name, unit = FOUNDRY_NAMES.get(key, (key, 1))
+        if key.startswith(GROUP_RATES):
+            name = f"lr-{{optimizer}}/{key.removeprefix('lr/')}"
         is_validation_loss = key.startswith("eval/") and key.endswith("/loss") and not key.startswith("eval/icl/")
         if is_validation_loss:
             label = key.removesuffix("/loss")

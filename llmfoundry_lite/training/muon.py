@@ -10,7 +10,7 @@ advise. So a fused model takes the same steps as one that is not fused, also if 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,14 @@ class Matrix(NamedTuple):
     """The order in which ranks have the parameter's rows; None for its own order."""
 
 
+class MuonGroup(NamedTuple):
+    """A group of parameters, divided into those that Muon updates and those that AdamW updates."""
+
+    matrices: Sequence[Matrix]
+    others: dict[str, Parameter]
+    settings: OptimizerConfig
+
+
 def build_muon(groups: Sequence[ParameterGroup], context: OptimizerContext) -> "Muon":
     """Build Muon for this rank's part of a model. Collective: the ranks that have the same blocks form a group."""
     parameters: dict[str, Parameter] = {}
@@ -87,17 +95,20 @@ def muon_of_groups(
     ranks have a parameter's rows, if it is not the parameter's own. `fused` asks for AdamW's step in one kernel.
     `has_attention_of_ours` says that a matrix named Wqkv stacks those of q, k and v.
     """
-    matrices: list[Matrix] = []
-    other_parameters: dict[str, Parameter] = {}
-    for name, parameter in groups[0].parameters.items():
-        is_matrix_of_block = "blocks" in name.split(".") and parameter.ndim == 2
-        if is_matrix_of_block:
-            stacked_rows = model.stacked_rows(name) if has_attention_of_ours else ()
-            heights = stacked_rows or (parameter.size(0),)  # of q, k and v, if one parameter holds them
-            matrices.append(Matrix(parameter, heights, row_orders.get(name)))
-        else:
-            other_parameters[name] = parameter
-    return Muon(matrices, other_parameters, groups[0].settings, process_group, fused=fused)
+    muon_groups: list[MuonGroup] = []
+    for parameters, settings in groups:
+        matrices: list[Matrix] = []
+        other_parameters: dict[str, Parameter] = {}
+        for name, parameter in parameters.items():
+            is_matrix_of_block = "blocks" in name.split(".") and parameter.ndim == 2
+            if is_matrix_of_block:
+                stacked_rows = model.stacked_rows(name) if has_attention_of_ours else ()
+                heights = stacked_rows or (parameter.size(0),)  # of q, k and v, if one parameter holds them
+                matrices.append(Matrix(parameter, heights, row_orders.get(name)))
+            else:
+                other_parameters[name] = parameter
+        muon_groups.append(MuonGroup(matrices, other_parameters, settings))
+    return Muon(muon_groups, process_group, fused=fused)
 
 
 class Muon(Optimizer):
@@ -105,36 +116,44 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        matrices: Sequence[Matrix],
-        others: dict[str, Parameter],
-        config: OptimizerConfig,
+        groups: Sequence[MuonGroup],
         group: dist.ProcessGroup | None = None,
         *,
         fused: bool = True,
     ):
-        """Prepare to update `matrices` by Muon and `others` by AdamW. `muon_of_groups` sorts parameters so.
+        """Prepare to update the matrices of all groups by Muon, and their other parameters by AdamW.
 
-        `group` are the ranks that divide the matrices among them; None for all. The first of `param_groups` is Muon's,
-        and those after it are AdamW's, which shares this optimizer's `param_groups` and `state`.
+        `group` are the ranks that divide the matrices among them; None for all. The first half of `param_groups` has
+        the matrices of each group, and is Muon's. The second half has the other parameters of each group, and is
+        AdamW's, which shares this optimizer's `param_groups` and `state`.
         """
-        self.matrices = matrices
-        self.dtype = DTYPES[config.ns_dtype or "bf16"]
+        settings = groups[0].settings
+        self.dtype = DTYPES[settings.ns_dtype or "bf16"]
         self.group = group
         self._owners: Owners | None = None
         """None before the first step, because building it is collective."""
-        muon_options = {
-            "lr": config.lr,
-            "weight_decay": config.decay,
-            "momentum": MOMENTUM if config.momentum is None else config.momentum,
-            "ns_steps": config.ns_steps or NEWTON_SCHULZ_STEPS,
-            "adjust_lr_fn": config.adjust_lr_fn or "match_rms_adamw",
-        }
-        adamw_options = adamw_group(others, replace(config, lr=config.adamw_lr or config.lr))
-        self.adamw = AdamW([adamw_options], fused=fused or None)  # None lets torch choose another fast implementation
-        muon_group = {"params": [matrix.parameter for matrix in matrices], **muon_options}
-        super().__init__([muon_group, *self.adamw.param_groups], {})
+        self.matrices: list[Matrix] = []
+        self._group_of_matrix: list[int] = []
+        """Number of each matrix's group."""
+        muon_groups: list[dict[str, Any]] = []
+        adamw_groups: list[dict[str, Any]] = []
+        for number, (matrices, others, settings) in enumerate(groups):
+            self.matrices += matrices
+            self._group_of_matrix += [number] * len(matrices)
+            muon_options = {
+                "lr": settings.lr,
+                "weight_decay": settings.decay,
+                "momentum": MOMENTUM if settings.momentum is None else settings.momentum,
+                "ns_steps": settings.ns_steps or NEWTON_SCHULZ_STEPS,
+                "adjust_lr_fn": settings.adjust_lr_fn or "match_rms_adamw",
+            }
+            muon_groups.append({"params": [matrix.parameter for matrix in matrices], **muon_options})
+            adamw_groups.append(adamw_group(others, replace(settings, lr=settings.adamw_lr or settings.lr)))
+        # None lets torch choose another fast implementation; False would not.
+        self.adamw = AdamW(adamw_groups, fused=fused or None)
+        super().__init__([*muon_groups, *self.adamw.param_groups], {})
         # Both see the same options and moments, so that schedules and checkpoints need to know one optimizer.
-        self.adamw.param_groups = self.param_groups[1:]
+        self.adamw.param_groups = self.param_groups[len(groups) :]
         self.adamw.state = self.state
 
     @torch.no_grad()
@@ -154,13 +173,13 @@ class Muon(Optimizer):
         owns a matrix receives all parts of its momentum, orthogonalises the whole, and sends each rank its part of the
         update. Every rank then applies its parts to its weights.
         """
-        options = self.param_groups[0]
         if self._owners is None:
             self._owners = Owners([matrix.parameter for matrix in self.matrices], self.group)
 
         def orthogonalise(index: int, momentum: torch.Tensor) -> torch.Tensor:
             """Return the update of matrix `index`, given its whole momentum, with rows in the order of the ranks."""
             _, heights, row_order = self.matrices[index]
+            options = self._options_of(index)
             if row_order is not None:
                 momentum = to_parameter_order(momentum, row_order)
             # A parameter that holds q, k and v is orthogonalised as three matrices.
@@ -171,10 +190,15 @@ class Muon(Optimizer):
             update = torch.cat(updates) if len(updates) > 1 else updates[0]
             return update if row_order is None else to_rank_order(update, row_order)
 
-        lr = options["lr"]
         for index, update in self._owners.apply(self._update_momentum, orthogonalise):
+            options = self._options_of(index)
+            lr = options["lr"]
             weight = local(self.matrices[index].parameter)
             weight.mul_(1 - lr * options["weight_decay"]).add_(update, alpha=-lr)
+
+    def _options_of(self, index: int) -> dict[str, Any]:
+        """Return the options of the group that matrix `index` is in."""
+        return self.param_groups[self._group_of_matrix[index]]
 
     def _update_momentum(self, index: int) -> torch.Tensor:
         """Add the gradient of matrix `index` to its momentum, in place, and return what is to be orthogonalised.
@@ -183,7 +207,7 @@ class Muon(Optimizer):
         the gradient plus m times the new momentum: Nesterov's look-ahead by one step. Gradient, momentum and result are
         this rank's parts of the matrix. The result has the dtype of the Newton-Schulz iteration.
         """
-        momentum = self.param_groups[0]["momentum"]
+        momentum = self._options_of(index)["momentum"]
         parameter = self.matrices[index].parameter
         assert parameter.grad is not None
         if not self.state[parameter]:  # the first step

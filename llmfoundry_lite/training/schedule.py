@@ -197,6 +197,8 @@ class LearningRate(Callback):
     max_duration: Duration
     own_schedule: OwnSchedule | None = None
     """The user's own, if `schedule` names it."""
+    logs_groups: bool = False
+    """Whether the rates of all groups but the first, whose rate is `lr`, are logged as `lr/groupN`."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Raise ConfigError if the schedule needs the number of batches in an epoch, and the data does not have it.
@@ -222,9 +224,12 @@ class LearningRate(Callback):
         times the schedule's factor.
         """
         multiplier = self._multiplier(state)
-        for group in state.optimizers[0].param_groups:
+        groups = state.optimizers[0].param_groups
+        for group in groups:
             initial_lr = group.setdefault("initial_lr", group["lr"])
             group["lr"] = initial_lr * multiplier
+        if self.logs_groups:
+            logger.log_metrics({f"lr/group{index}": groups[index]["lr"] for index in range(1, len(groups))})
 
     def _multiplier(self, state: State) -> float:
         """Return the factor of the learning rate for the batch that begins.

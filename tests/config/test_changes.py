@@ -86,6 +86,7 @@ TABLE = {
         **in_loaders("dataset.stages.*.", "until streams"),
         **in_loaders("dataset.stages.*.streams.*.", "split proportion repeat choose"),
         "optimizer.": "lr adamw_lr ns_dtype weight_decay",
+        "optimizer.param_groups.*.": "lr adamw_lr weight_decay",
         "scheduler.": """name t_warmup t_max alpha_i alpha_f t_decay decay t_scale t_cooldown alpha_f_decay
             alpha_f_cooldown kwargs""",
         "": """exact_sums max_duration batch_size_schedule eval_loader eval_loaders eval_interval
@@ -118,7 +119,8 @@ TABLE = {
         "train_loader.dataset.": """split streams shuffle shuffle_seed shuffle_block_size max_seq_len epoch_size
             token_encoding_type eos_token_id bos_token_id""",
         "train_loader.dataset.streams.*.": "split proportion repeat choose",
-        "optimizer.": "name betas momentum ns_steps adjust_lr_fn eps kwargs",
+        "optimizer.": "name betas momentum ns_steps adjust_lr_fn eps param_groups kwargs",
+        "optimizer.param_groups.*.": "param_str_match betas eps momentum",
         "": "global_train_batch_size max_seq_len seed accumulate_train_batch_on_tokens",
     },
 }

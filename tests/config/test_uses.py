@@ -163,7 +163,9 @@ ALWAYS = {
         keep_zip""",
     "StageConfig": "until streams",
     "LoaderConfig": "name dataset drop_last num_workers",
-    "OptimizerConfig": "name lr betas weight_decay",
+    "OptimizerConfig": "name lr betas weight_decay param_groups",
+    # `tests/config/test_parameter_groups.py` has the keys that an optimizer does not take.
+    "ParameterGroupConfig": "param_str_match lr weight_decay betas",
     "SchedulerConfig": "name t_warmup",
     "AlgorithmsConfig": "gradient_clipping",
     "GradientClippingConfig": "clipping_type clipping_threshold",

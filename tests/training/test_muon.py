@@ -26,7 +26,15 @@ from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training import builders, muon
-from llmfoundry_lite.training.muon import Matrix, Muon, muon_of_groups, newton_schulz, to_parameter_order, to_rank_order
+from llmfoundry_lite.training.muon import (
+    Matrix,
+    Muon,
+    MuonGroup,
+    muon_of_groups,
+    newton_schulz,
+    to_parameter_order,
+    to_rank_order,
+)
 from llmfoundry_lite.training.optimizers import ParameterGroup
 from tests.helpers.launch import launch
 from tests.helpers.layouts import run_in_launches
@@ -50,7 +58,7 @@ def test_a_matrix_is_updated_as_torch_updates_it(shape, adjust_lr_fn):
     ours, theirs = (torch.nn.Parameter(random_like(torch.empty(shape), 0)) for _ in range(2))
     config = OptimizerConfig(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn=adjust_lr_fn)
     other = torch.nn.Parameter(torch.ones(3))
-    optimizer = Muon([Matrix(ours, (shape[0],))], {"other": other}, config)
+    optimizer = Muon([MuonGroup([Matrix(ours, (shape[0],))], {"other": other}, config)])
     reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn=adjust_lr_fn)
     for step in range(3):
         ours.grad, theirs.grad = random_like(ours, step + 1), random_like(ours, step + 1)
@@ -64,7 +72,7 @@ def test_a_matrix_is_updated_as_torch_updates_it(shape, adjust_lr_fn):
 def test_what_is_no_matrix_has_a_rate_of_its_own():
     config = OptimizerConfig(name="muon", lr=0.02, adamw_lr=0.3, weight_decay=0.0)
     other = torch.nn.Parameter(torch.ones(3))
-    optimizer = Muon([Matrix(torch.nn.Parameter(torch.ones(2, 2)), (2,))], {"other": other}, config)
+    optimizer = Muon([MuonGroup([Matrix(torch.nn.Parameter(torch.ones(2, 2)), (2,))], {"other": other}, config)])
     other.grad = torch.ones(3)
     optimizer.step()
     torch.testing.assert_close(other.detach(), torch.full((3,), 1 - 0.3))  # AdamW's first step is as large as its rate

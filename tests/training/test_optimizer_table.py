@@ -74,7 +74,7 @@ def test_an_optimizer_is_built_and_keeps_the_slots_of_its_row(name):
 def test_an_optimizer_takes_the_keys_of_its_row_and_refuses_others(tmp_path, name):
     tried = {"betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.5, "adamw_lr": 0.5, "momentum": 0.5}
     tried |= {"ns_steps": 3, "ns_dtype": "fp32", "adjust_lr_fn": "match_rms_adamw"}
-    assert {*tried, "name", "lr", "kwargs"} == {*keys_of(OptimizerConfig)}
+    assert {*tried, "name", "lr", "param_groups", "kwargs"} == {*keys_of(OptimizerConfig)}
     for key, value in tried.items():
         options = {"name": name, "lr": 0.1, key: value}
         yaml = write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data", optimizer=options))

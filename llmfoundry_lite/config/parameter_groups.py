@@ -1,0 +1,147 @@
+"""Groups of parameters that the optimizer updates with settings of their own: which parameter is in which group.
+
+`optimizer.param_groups` has LLM Foundry's form and meaning. A group's `param_str_match` is a regular expression that is
+searched for in the names of parameters. A parameter belongs to the first group that matches it, and those that no group
+matches form group 0, with the settings of the block `optimizer`.
+
+Names alone decide, so that a dry run and every rank, whatever it holds, form the same groups. The names are LLM
+Foundry's, which are those of checkpoints after `model.`: `model.transformer.blocks.0.norm_1.weight`.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, ParameterGroupConfig
+from llmfoundry_lite.errors import ConfigError
+
+PREFIX = "model."
+"""Beginning of all names that patterns are searched in: LLM Foundry's model is an attribute of Composer's."""
+MAX_NAMES_SHOWN = 3
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Factors:
+    """What a parameter's settings are multiplied by."""
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+
+
+FactorsOf = Callable[[str], Factors]
+"""Name of a parameter, as checkpoints have it -> its factors."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class NamedGroup:
+    """A group of parameters, by name."""
+
+    settings: OptimizerConfig
+    """Those of the run, with the group's own."""
+    pattern: str | None
+    """The group's `param_str_match`; None for the parameters that no group matches."""
+    names: list[str] = field(default_factory=list)
+    """Its parameters, as checkpoints name them, in the model's order."""
+    names_elsewhere: list[str] = field(default_factory=list)
+    """Parameters that its pattern matches too, and that an earlier group has."""
+
+    def __str__(self) -> str:
+        return "the others" if self.pattern is None else repr(self.pattern)
+
+
+def divide_parameters(
+    names: Iterable[str], optimizer: OptimizerConfig, factors_of: FactorsOf | None = None
+) -> list[NamedGroup]:
+    """Divide parameters into the groups of `optimizer.param_groups`, those that no group matches first.
+
+    names: all parameters of the model, as checkpoints name them.
+    factors_of: the factors of each parameter's learning rate and weight decay. A group whose parameters have several
+        factors becomes several, in the order in which they first occur.
+
+    A group may be empty; `check_groups` refuses that.
+    """
+    groups = [NamedGroup(settings=optimizer, pattern=None)]
+    for group in optimizer.param_groups:
+        groups.append(NamedGroup(settings=settings_of(group, optimizer), pattern=group.param_str_match))
+    expressions = [re.compile(group.param_str_match) for group in optimizer.param_groups]
+
+    for name in names:
+        matching = [index for index, expression in enumerate(expressions, 1) if expression.search(PREFIX + name)]
+        first, *others = matching or [0]
+        groups[first].names.append(name)
+        for index in others:
+            groups[index].names_elsewhere.append(name)
+
+    if factors_of is None:
+        return groups
+    scaled_groups: list[NamedGroup] = []
+    for group in groups:
+        scaled_groups += _divide_by_factors(group, factors_of)
+    return scaled_groups
+
+
+def settings_of(group: ParameterGroupConfig, optimizer: OptimizerConfig) -> OptimizerConfig:
+    """Return the settings of a group: those of the block `optimizer`, with those that the group sets itself.
+
+    A learning rate of the group is that of all its parameters, so it replaces `adamw_lr`, too.
+    """
+    own_settings = group.own_settings
+    if "lr" in own_settings:
+        own_settings = {"adamw_lr": None, **own_settings}
+    return replace(optimizer, **own_settings)
+
+
+def _divide_by_factors(group: NamedGroup, factors_of: FactorsOf) -> list[NamedGroup]:
+    """Divide a group by the factors of its parameters. A group without parameters stays as it is."""
+    if not group.names:
+        return [group]
+    names_by_factors: dict[tuple[float, float], list[str]] = {}
+    for name in group.names:
+        factors = factors_of(name)
+        names_by_factors.setdefault((factors.lr, factors.weight_decay), []).append(name)
+
+    settings = group.settings
+    scaled_groups: list[NamedGroup] = []
+    for (lr, weight_decay), names in names_by_factors.items():
+        scaled_settings = replace(
+            settings,
+            lr=settings.lr * lr,
+            adamw_lr=None if settings.adamw_lr is None else settings.adamw_lr * lr,
+            weight_decay=settings.decay * weight_decay,
+        )
+        scaled_groups.append(replace(group, settings=scaled_settings, names=names))
+    return scaled_groups
+
+
+# ------------------------------------------------------------------------------------------------ checks and notes
+
+
+def check_groups(groups: Sequence[NamedGroup]) -> None:
+    """Raise ConfigError for a group of `optimizer.param_groups` that has no parameter."""
+    for index, group in enumerate(groups[1:]):
+        if group.names:
+            continue
+        key = f"optimizer.param_groups[{index}].param_str_match"
+        if group.names_elsewhere:
+            raise ConfigError(
+                f"{key}: {group.pattern!r} matches {len(group.names_elsewhere)} parameters, and earlier groups have "
+                "them all, because the first group that matches a parameter gets it; move this group up, or remove it"
+            )
+        all_names = [PREFIX + name for other in groups for name in other.names]
+        raise ConfigError(
+            f"{key}: {group.pattern!r} matches no parameter, expected a regular expression that is found in a name "
+            f"such as {', '.join(sorted(all_names)[:MAX_NAMES_SHOWN])}; --dry-run shows the groups"
+        )
+
+
+def describe_overlaps(groups: Sequence[NamedGroup]) -> list[str]:
+    """Return a note for each group whose pattern matches parameters of earlier groups, too."""
+    notes: list[str] = []
+    for index, group in enumerate(groups[1:]):
+        if group.names_elsewhere:
+            num_matched = len(group.names) + len(group.names_elsewhere)
+            notes.append(
+                f"optimizer.param_groups[{index}]: {len(group.names_elsewhere)} of the {num_matched} parameters that "
+                f"{group.pattern!r} matches are in earlier groups, such as {group.names_elsewhere[0]}"
+            )
+    return notes
