@@ -147,6 +147,7 @@ def test_batches_and_epochs_are_mixed_as_in_composer(name, max_duration, t_warmu
             timestamp=Timestamp(epoch=t // length, batch=t, batch_in_epoch=t % length),
             max_duration=Time.from_timestring(max_duration),
             dataloader_len=length,
+            train_dataloader=None,
         )
         schedule = schedule_of(name=name, **spans, alpha_f=0.0)
         ours = learning_rate_multiplier(schedule, run, lambda unit, state=state: elapsed(state, unit), length)
@@ -203,6 +204,7 @@ def test_a_span_that_needs_an_unknown_length_of_an_epoch_is_refused_in_one_line(
 
 def test_each_epoch_of_data_with_stages_has_a_length_of_its_own():
     dataset: Any = TextDataset.__new__(TextDataset)
+    dataset.joins_batches = False
     dataset.stages = SimpleNamespace(num_batches=[10, 4].__getitem__)
     state: Any = SimpleNamespace(
         timestamp=Timestamp(epoch=1, batch=11, batch_in_epoch=1),
