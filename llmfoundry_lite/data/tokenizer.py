@@ -41,6 +41,7 @@ from llmfoundry_lite.data.tokenizer_files import (
     token_text,
 )
 from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.own_code import is_own
 
 END_OF_TEXT = "<|endoftext|>"
 """The only special token of a tokenizer that `train_tokenizer` makes. It is also GPT-2's, whose files do not name
@@ -78,6 +79,11 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
     if os.path.isdir(name):
         check_has_vocabulary(Path(name))
         files = read_folder(Path(name))
+    elif is_own(name):
+        raise DataError(
+            f"tokenizer {name} is code, expected a folder or a Hub name; write the tokenizer that it builds into a "
+            f"folder with its save_pretrained, which needs a {TOKENIZER_FILE}"
+        )
     elif looks_like_a_path(name):
         raise DataError(f"tokenizer folder {name} does not exist; give a folder with a {TOKENIZER_FILE}, or a Hub name")
     else:

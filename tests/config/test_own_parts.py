@@ -14,7 +14,8 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ARGUMENTS_OF_OWN_PARTS, ModelConfig, as_record
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.convert.huggingface import describe_export_problem
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.estimate.model_memory import describe_unknown_parts
 from tests.helpers.tiny import tiny_config, write_config
 
@@ -229,6 +230,15 @@ def test_a_loss_changes_in_no_run_and_stays_with_no_weights(tmp_path):
     assert change.key.startswith("model.loss_kwargs")
     assert find_model_changes(ours, own) == find_model_changes(own, other) == [], "these weights compute the same"
     assert load(tmp_path, "model.loss_fn=python:mine:Loss").own_code == [("model.loss_fn", "python:mine:Loss")]
+
+
+def test_a_tokenizer_that_is_code_is_refused_and_not_looked_for_on_the_hub(tmp_path):
+    with pytest.raises(ConfigError, match=r"tokenizer\.name: 'python:mine:T' given, .* with its save_pretrained$"):
+        load(tmp_path, "tokenizer.name=python:mine:T")
+    with pytest.raises(
+        DataError, match=r"^tokenizer python:mine:T is code, expected a folder or a Hub name; write the"
+    ):
+        load_tokenizer("python:mine:T")
 
 
 def test_a_part_cannot_be_exported():
