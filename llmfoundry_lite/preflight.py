@@ -278,7 +278,7 @@ def _check_task(task: TaskConfig, config: TrainConfig, tokenizer: Tokenizer) -> 
     A perplexity task may read an MDS split, a folder of shards of tokens. Of that, only the index is checked.
     """
     index = Path(task.dataset_uri, "index.json")
-    if task.icl_task_type == "perplexity" and is_file(index):
+    if task.task_type.answer == "text" and is_file(index):
         _check_split(task, index)
         return
     try:

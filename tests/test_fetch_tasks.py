@@ -13,7 +13,7 @@ import pytest
 
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.load_tasks import load_tasks
-from llmfoundry_lite.evaluation.task_files import COLUMNS, read_rows
+from llmfoundry_lite.evaluation.task_files import read_rows
 from scripts.fetch_tasks import CORE_FILES, ORIGINS, PublishedFile, convert_rows, program
 
 ROOT = Path(__file__).parents[1]
@@ -191,7 +191,7 @@ def test_every_task_that_can_be_fetched_has_its_yaml_and_its_rows_pass_its_check
     assert main.run([], program) == 0
     for task in tasks:
         (row,) = read_rows(task)
-        assert set(row) == {*COLUMNS[task.icl_task_type], *filter(None, [task.cluster])}
+        assert set(row) == {*task.task_type.columns, *filter(None, [task.cluster])}
 
 
 def name_of(repository: str, configuration: str | None) -> str:

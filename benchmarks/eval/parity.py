@@ -29,8 +29,9 @@ from typing import Any
 import torch
 
 from benchmarks.eval.eval import peer_of
-from llmfoundry_lite.config.eval_schema import LETTERS, MULTIPLE_CHOICE, TaskConfig, result_name
+from llmfoundry_lite.config.eval_schema import LETTERS, TaskConfig, result_name
 from llmfoundry_lite.config.load_tasks import load_tasks
+from llmfoundry_lite.config.task_types import MULTIPLE_CHOICE
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import locate_and_load_model

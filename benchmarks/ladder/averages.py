@@ -21,9 +21,9 @@ from benchmarks import last_lines
 from benchmarks.ladder import plan
 from benchmarks.ladder.plan import Shape
 from llmfoundry_lite.config.data_schema import HELD_OUT_TEXT
+from llmfoundry_lite.config.task_types import BITS
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.evaluation.compare import compare
-from llmfoundry_lite.evaluation.records import BITS
 from llmfoundry_lite.evaluation.results import load_results
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import PrepareRequest

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from llmfoundry_formats.log_rows import OLDER_RELEASE, Log, Row, as_number, build_task, group_of, is_finite, read_object
 from llmfoundry_lite.bounded import MAX_JSON_BYTES, MAX_LOG_BYTES, TooLargeError, read_at_most, read_lines_at_most
+from llmfoundry_lite.config.task_types import BITS
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.items import fingerprint
-from llmfoundry_lite.evaluation.records import BITS, Record
+from llmfoundry_lite.evaluation.records import Record
 
 SAMPLES = re.compile(r"samples_(?P<task>.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
 KEYS_WITHOUT_METRICS = {

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.bounded import parse_json
+from llmfoundry_lite.config.task_types import BITS, TEXT
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.items import fingerprint
 from llmfoundry_lite.evaluation.means import bits_per_byte, by_document, mean_and_error
 from llmfoundry_lite.evaluation.prompts import find_connected_rows
-from llmfoundry_lite.evaluation.records import BITS, Record
+from llmfoundry_lite.evaluation.records import Record
 from llmfoundry_lite.evaluation.summaries import hash_of
 
 OLDER_RELEASE = "of an unknown release"
@@ -87,7 +88,7 @@ def build_task(
     num_skipped = len(rows) - len(items)
     record: Record = {
         "n": len(items),
-        "type": "perplexity" if is_text else code.split()[0],
+        "type": TEXT if is_text else code.split()[0],
         "metric": metrics[0],
         "metrics": metrics,
         "settings": {**settings, "prompts": prompts, **cluster_setting},

@@ -13,8 +13,9 @@ and averages are two families, each with Holm's correction for its own number of
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llmfoundry_lite.config.eval_schema import BPB, GauntletConfig
+from llmfoundry_lite.config.eval_schema import GauntletConfig
 from llmfoundry_lite.config.load_eval import load_gauntlet
+from llmfoundry_lite.config.task_types import BPB
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.compare import WeightedTask, compare_weighted

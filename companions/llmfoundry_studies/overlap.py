@@ -24,7 +24,8 @@ from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.documents import fingerprint_of_texts
-from llmfoundry_lite.evaluation.prompts import accepted_answers, find_question_rows, read_options
+from llmfoundry_lite.evaluation.prompts import find_question_rows
+from llmfoundry_lite.evaluation.questions import read_question
 from llmfoundry_lite.evaluation.task_files import Row, data_fingerprint, read_rows, read_texts
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_studies.ngrams import NgramTable, WordHasher, hash_ngrams, split_words
@@ -121,7 +122,7 @@ class TaskOverlap:
 def read_task(config: TaskConfig) -> TaskOverlap:
     """Read a task, and return its items as words. Raises DataError for a file that cannot be read."""
     items: list[ItemOverlap] = []
-    if config.icl_task_type == "perplexity":
+    if config.task_type.answer == "text":
         texts = [text for text in read_texts(config) if text]
         for index, text in enumerate(texts):
             words = split_words(text)
@@ -142,11 +143,8 @@ def question_and_answer(config: TaskConfig, row: Row) -> tuple[str, str]:
 
     A schema question `The trophy does not fit because [it, the suitcase] …` has its right context as the question.
     """
-    options = read_options(replace(config, form=None), row)  # the answer's text, also if the model answers by a letter
-    answer = options.answers[options.gold]
-    if not answer:  # the model writes it
-        answer = accepted_answers(row)[0]
-    return options.contexts[options.gold], answer
+    question = read_question(replace(config, form=None), row)  # the answer's text, also if it is asked by a letter
+    return question.contexts[question.gold], question.answers[question.gold]
 
 
 # ------------------------------------------------------------------------------------------------------------- data

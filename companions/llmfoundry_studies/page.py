@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from llmfoundry_lite.config.eval_schema import BPB
+from llmfoundry_lite.config.task_types import BPB, TEXT
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics
 from llmfoundry_lite.evaluation.pairs import Comparison, legend
@@ -324,7 +324,7 @@ def _average_row(all_results: Sequence[Results], differences: Sequence[Differenc
 
 def _describe_size(record: Record) -> str:
     """Return the number of a task's items. Those of a held-out text are windows, which compare joins to documents."""
-    if record.get("type") != "perplexity":
+    if record.get("type") != TEXT:
         return f"{record['n']:,}"
     windows = f"{record['n']:,} windows"
     num_documents = record.get("num_documents")

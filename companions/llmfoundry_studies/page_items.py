@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from llmfoundry_lite.config.task_types import BITS
 from llmfoundry_lite.evaluation.means import document_of
 from llmfoundry_lite.evaluation.metrics import LENGTHS
-from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, Record
+from llmfoundry_lite.evaluation.records import BITS_METRICS, Record
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_studies.page_texts import label_of_metric, shorten
 

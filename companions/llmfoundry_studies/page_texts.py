@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from llmfoundry_lite.config.eval_schema import BPB
+from llmfoundry_lite.config.task_types import BPB
 from llmfoundry_lite.errors import printable
 
 MAX_NAME_CHARACTERS = 120

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from llmfoundry_lite.config.task_types import BITS
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.pairs import CAPTION_ON_NOT_TESTED, NOT_TESTED, SIGNIFICANT, format_number, format_p
-from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, lost_text_fraction
+from llmfoundry_lite.evaluation.records import BITS_METRICS, lost_text_fraction
 from llmfoundry_lite.evaluation.results import items_path_of, load_any
 from llmfoundry_lite.evaluation.tables import caption_on_trials, name_tasks, trials_of
 from llmfoundry_lite.files import write_atomically

@@ -21,14 +21,14 @@ from itertools import combinations
 
 import numpy as np
 
-from llmfoundry_lite.config.eval_schema import BPB
+from llmfoundry_lite.config.task_types import BITS, BPB
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.compare import WeightedTask, refuse_unknown_tasks
 from llmfoundry_lite.evaluation.means import document_of, is_named, label_of, text_row, weights_of, weights_of_tasks
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice, refuse_unknown_metric
 from llmfoundry_lite.evaluation.pairs import too_few
-from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, has_categories, items_with
+from llmfoundry_lite.evaluation.records import BITS_METRICS, has_categories, items_with
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.same_questions import check_same_questions
 from llmfoundry_lite.evaluation.significance import MIN_UNITS, Floats

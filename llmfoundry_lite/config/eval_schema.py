@@ -18,29 +18,22 @@ from llmfoundry_lite.config.fields import (
     validator,
 )
 from llmfoundry_lite.config.spans import Time
+from llmfoundry_lite.config.task_types import METRICS, TASK_TYPES, TaskType, find_task_type
 
 TOKENIZATIONS = "separate joint"
-ACCURACIES = ("acc_per_token", "acc", "acc_norm", "acc_per_byte")
-BPB = "bpb"
-"""Bits per byte of the right answer to a question. Less is better."""
-METRICS = (*ACCURACIES, BPB)
-"""Metrics by which a task of questions can be shown and compared."""
-CHOICES = ("multiple_choice", "schema")
-"""Types of tasks whose items have several options, one of which is right."""
-MULTIPLE_CHOICE = "multiple_choice"
 FORMS = "cloze letters"
 LETTERS = "letters"
 """The form of a multiple-choice task that shows the choices as "A. …", "B. …", and scores the letters."""
 
 GENERATION = (
     Use(
-        has_effect=lambda task, _: task.icl_task_type == "generation_task_with_answers",
+        has_effect=lambda task, _: task.task_type.answer in ("generation", None),
         reason="a {block.icl_task_type} task generates nothing",
     ),
 )
 PROMPTS = (
     Use(
-        has_effect=lambda task, _: task.icl_task_type != "perplexity",
+        has_effect=lambda task, _: task.task_type.answer != "text",
         reason="the text of a perplexity task has no prompts",
     ),
 )
@@ -65,9 +58,7 @@ class TaskConfig:
 
     label: str
     """The task's name. Results are named after it and the number of examples: `arc_easy/5-shot`."""
-    icl_task_type: str = setting(
-        choices="multiple_choice schema language_modeling generation_task_with_answers perplexity"
-    )
+    icl_task_type: str = setting(choices=" ".join(TASK_TYPES))
     """The type of the task, which decides the columns of its file, and how answers are scored."""
     dataset_uri: str = setting(REQUIRED, check_source_path_or_url, is_path_or_url=True)
     """A JSONL file (for perplexity also a text file or an MDS split), or hf://NAME with hf_loading_vars."""
@@ -134,6 +125,11 @@ class TaskConfig:
     """Arguments of datasets.load_dataset."""
     hf_parsing_map: dict[str, list[str]] = setting(dict, uses=HUB)
     """Our column -> columns of the data set, whose texts are joined by spaces."""
+
+    @property
+    def task_type(self) -> TaskType:
+        """The row of the task's type in the table of types."""
+        return find_task_type(self.icl_task_type)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

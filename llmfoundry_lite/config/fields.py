@@ -119,8 +119,8 @@ def setting(default: Any = MISSING, *checks: Check, choices: str = "", **metadat
     if default is MISSING:
         return field(metadata=rules)
     if callable(default):
-        # A dictionary has no hash. Without it, a block still has one, by which results for it are kept.
-        has_no_hash = default in (dict, list)
+        # Dictionaries and lists have no hash. Without them, a block still has one, by which results for it are kept.
+        has_no_hash = isinstance(default(), dict | list)
         return field(default_factory=default, metadata=rules, hash=False if has_no_hash else None)
     return field(default=default, metadata=rules)
 

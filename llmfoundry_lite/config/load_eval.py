@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 from llmfoundry_lite import companions
 from llmfoundry_lite.config import foundry
 from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
-from llmfoundry_lite.config.eval_schema import (
-    LETTERS,
-    MULTIPLE_CHOICE,
-    EvalConfig,
-    GauntletConfig,
-    TaskConfig,
-)
+from llmfoundry_lite.config.eval_schema import LETTERS, EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.layers import (
     COMMAND_LINE,
     GIVEN,
@@ -37,6 +31,7 @@ from llmfoundry_lite.config.load_tasks import list_available_tasks, load_tasks, 
 from llmfoundry_lite.config.merge import merge_layers
 from llmfoundry_lite.config.scalars import EVAL_SYNONYMS
 from llmfoundry_lite.config.shipped import find_yaml
+from llmfoundry_lite.config.task_types import MULTIPLE_CHOICE
 from llmfoundry_lite.config.uses import find_unused_keys
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.files import exists

@@ -15,20 +15,12 @@ from yaml import YAMLError
 from llmfoundry_lite.bounded import MAX_YAML_BYTES, read_at_most
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import HELD_OUT_TEXT
-from llmfoundry_lite.config.eval_schema import (
-    BPB,
-    CHOICES,
-    LETTERS,
-    METRICS,
-    MULTIPLE_CHOICE,
-    EvalConfig,
-    TaskConfig,
-    result_name,
-)
+from llmfoundry_lite.config.eval_schema import LETTERS, EvalConfig, TaskConfig, result_name
 from llmfoundry_lite.config.layers import ConfigLayer, read_file, source_of
 from llmfoundry_lite.config.merge import merge_layers
 from llmfoundry_lite.config.scalars import TASK_SYNONYMS
 from llmfoundry_lite.config.shipped import find_task_folder
+from llmfoundry_lite.config.task_types import METRICS, MULTIPLE_CHOICE, TASK_TYPES, TEXT
 from llmfoundry_lite.config.uses import find_unused_keys
 from llmfoundry_lite.config.yaml_text import read_record
 from llmfoundry_lite.errors import ConfigError, find_nearest
@@ -36,11 +28,7 @@ from llmfoundry_lite.files import exists
 
 TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
 """LLM Foundry's keys of a task that are ignored here."""
-THEIR_METRICS = {
-    "InContextLearningMultipleChoiceAccuracy",
-    "InContextLearningLMAccuracy",
-    "InContextLearningGenerationExactMatchAccuracy",
-}
+THEIR_METRICS = {task_type.foundry_metric for task_type in TASK_TYPES.values() if task_type.foundry_metric}
 """LLM Foundry's metrics that are always computed here for tasks of their type."""
 
 
@@ -151,7 +139,7 @@ def list_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
     text_paths = dict.fromkeys(path for path in text_by_model if path is not None)
     text_tasks: list[dict[str, str]] = []
     for path in text_paths:
-        text_tasks.append({"label": _label_of(path), "icl_task_type": "perplexity", "dataset_uri": path})
+        text_tasks.append({"label": _label_of(path), "icl_task_type": TEXT, "dataset_uri": path})
     if not (names or text_tasks):
         raise ConfigError(
             f"command line: no YAML file given, and the data of every task in {folder}/ is missing; in a clone, "
@@ -296,15 +284,17 @@ def _build_task(entry: Any, path: str, layers: Sequence[ConfigLayer]) -> TaskCon
 
 def _problem_of(task: TaskConfig) -> str:
     """Return `key: what is wrong` for the first key of a task that does not go with its type; empty if all do."""
-    has_choices = task.icl_task_type in CHOICES
-    if task.metric not in (None, "acc", BPB) and not has_choices:
+    is_text = task.task_type.answer == "text"
+    if task.metric is not None and task.metric not in task.task_type.metrics:
+        if is_text:
+            return f"metric: {task.metric} given, and a text has {', '.join(task.task_type.metrics)}; remove it"
         return f"metric: {task.metric} needs choices, and a {task.icl_task_type} task has none"
 
     if task.form == LETTERS and task.icl_task_type != MULTIPLE_CHOICE:
         return f"form: letters needs {MULTIPLE_CHOICE}, and this is a {task.icl_task_type} task; remove it"
 
     # A perplexity task reads a text, which has no items with examples or categories.
-    if task.icl_task_type != "perplexity":
+    if not is_text:
         return ""
     if task.num_fewshot != [0]:
         return f"num_fewshot: {task.num_fewshot} given, and a text has no examples; remove it"

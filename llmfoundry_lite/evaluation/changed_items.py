@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from llmfoundry_lite.config.eval_schema import BPB
+from llmfoundry_lite.config.task_types import BITS, BPB
 from llmfoundry_lite.errors import DataError, find_nearest, printable
 from llmfoundry_lite.evaluation.means import is_named, label_of
 from llmfoundry_lite.evaluation.metrics import LENGTHS
 from llmfoundry_lite.evaluation.pairs import Comparison
-from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, Record, items_with
+from llmfoundry_lite.evaluation.records import BITS_METRICS, Record, items_with
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table

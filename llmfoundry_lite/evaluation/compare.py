@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite.config.eval_schema import BPB
+from llmfoundry_lite.config.task_types import BITS, BPB
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.common_items import WeightedTask, collect_units, text_units
@@ -40,12 +40,7 @@ from llmfoundry_lite.evaluation.metrics import (
     refuse_unknown_metric,
 )
 from llmfoundry_lite.evaluation.pairs import Comparison, MetricComparison
-from llmfoundry_lite.evaluation.records import (
-    BITS,
-    BITS_METRICS,
-    limit_of_trial,
-    lost_text_fraction,
-)
+from llmfoundry_lite.evaluation.records import BITS_METRICS, limit_of_trial, lost_text_fraction
 from llmfoundry_lite.evaluation.results import Results, load_any
 from llmfoundry_lite.evaluation.same_questions import check_same_questions
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Floats

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from llmfoundry_lite.config.eval_schema import BPB
+from llmfoundry_lite.config.task_types import BPB
 from llmfoundry_lite.data.spelling import percent
 from llmfoundry_lite.evaluation.common_items import TextUnits, text_units
 from llmfoundry_lite.evaluation.metrics import has_other_tokenizer

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 from llmfoundry_lite.bounded import TooLargeError, read_json
 from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.config.task_types import TEXT
 from llmfoundry_lite.data.spelling import LostText, Speller, lost_text_from_json
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.items import EmptyTaskError, Item, PreparedTask, Request
 from llmfoundry_lite.evaluation.task_files import read_texts
 
-TEXT_SETTINGS = {"icl_task_type": "perplexity", "windows": "the last with full context"}
+TEXT_SETTINGS = {"icl_task_type": TEXT, "windows": "the last with full context"}
 """Settings that all held-out text shares."""
 CHECKED_CHARACTERS = 10_000
 """`check_text` tokenises this many characters at the beginning of a text to see whether it has tokens."""
@@ -65,7 +66,7 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
         task_hash.update(windows.lost_text.as_text().encode())
     return PreparedTask(
         label=config.label,
-        kind="perplexity",
+        kind=TEXT,
         num_fewshot=0,
         items=tuple(windows.items),
         fingerprint=_short(task_hash),

@@ -13,7 +13,8 @@ import functools
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.evaluation.items import Request
-from llmfoundry_lite.evaluation.prompts import accepted_answers, render_solution
+from llmfoundry_lite.evaluation.prompts import render_solution
+from llmfoundry_lite.evaluation.questions import read_question
 from llmfoundry_lite.evaluation.task_files import Row
 
 THOUGHT_ALLOWANCE = 10
@@ -164,7 +165,8 @@ def limit_answer_tokens(config: TaskConfig, rows: list[Row], tokenizer: Tokenize
     # Every accepted answer of every row counts.
     solutions: list[str] = []
     for row in rows:
-        solutions += [render_solution(config, row, answer) for answer in accepted_answers(row)]
+        question = read_question(config, row)
+        solutions += [render_solution(question, answer) for answer in question.answers]
 
     longest_solution_tokens = 0
     for start in range(0, len(solutions), TEXTS_AT_ONCE):

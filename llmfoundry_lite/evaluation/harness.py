@@ -19,7 +19,7 @@ from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError, NonFiniteError
 from llmfoundry_lite.evaluation.documents import prepare_text
-from llmfoundry_lite.evaluation.items import GENERATION, SEPARATE, EmptyTaskError, PreparedTask, Request
+from llmfoundry_lite.evaluation.items import SEPARATE, EmptyTaskError, PreparedTask, Request
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.prompts import is_correct
 from llmfoundry_lite.evaluation.records import Record
@@ -85,7 +85,7 @@ def evaluate(
     prepared_tasks: list[PreparedTask] = []
     with user_errors_on_all_ranks():  # a file may be missing on one machine alone
         for config in tasks:
-            if config.icl_task_type == "perplexity":
+            if config.task_type.answer == "text":
                 with _skipping_empty_tasks(on_empty_task):
                     prepared_tasks.append(prepare_text(config, tokenizer, max_seq_len=max_seq_len, limit=limit))
             else:
@@ -213,7 +213,7 @@ def run_task(runner: TaskRunner, task: PreparedTask) -> tuple[Record, list[Recor
     on_progress = partial(runner.on_progress, task.name)
     on_progress(0, len(task.items))
 
-    if task.kind in GENERATION:
+    if task.answer == "generation":
         items = _generate_items(runner, task, on_progress)
     else:
         items = _score_items(runner, task, on_progress)
@@ -279,7 +279,7 @@ def _score_items(runner: TaskRunner, task: PreparedTask, on_progress: Callable[[
     """
     # Running text consists of documents, as in training. A prompt is one document, even if it has a separator in it.
     separator = None
-    if task.kind == "perplexity":
+    if task.answer == "text":
         separator = text_separator(runner.model, runner.tokenizer.eos_token_id)
 
     groups = [item.requests for item in task.items]

@@ -10,13 +10,12 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.config.eval_schema import CHOICES, LETTERS, TaskConfig, result_name
+from llmfoundry_lite.config.eval_schema import LETTERS, TaskConfig, result_name
+from llmfoundry_lite.config.task_types import Answer
 from llmfoundry_lite.errors import DataError
 
 SEPARATE = "separate"
 """The tokenization of context and answer by default, and in the evaluations during a training run."""
-GENERATION = ("generation_task_with_answers",)
-"""Types of tasks whose answers the model generates."""
 
 
 class EmptyTaskError(DataError):
@@ -102,13 +101,16 @@ class PreparedTask:
     @property
     def metric(self) -> str:
         """Name of the main metric, which tables and averages show, such as "acc". Defaults are LLM Foundry's."""
-        if self.kind == "perplexity":
-            return "bits_per_byte"
         if self.config.metric:
             return self.config.metric
-        if self.kind in CHOICES and self.config.form != LETTERS:
-            return "acc_per_token"
-        return "acc"
+        if self.config.form == LETTERS:
+            return "acc"  # letters have the same length
+        return self.config.task_type.metrics[0]
+
+    @property
+    def answer(self) -> Answer | None:
+        """How the model answers."""
+        return self.config.task_type.answer
 
 
 def fingerprint(content: Any) -> str:

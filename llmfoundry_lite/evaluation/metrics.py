@@ -12,7 +12,7 @@ shown and compared by `acc_norm` (per character) instead. `acc_per_byte` and `bp
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from llmfoundry_lite.config.eval_schema import BPB, METRICS
+from llmfoundry_lite.config.task_types import BPB, METRICS
 from llmfoundry_lite.errors import DataError, find_nearest
 from llmfoundry_lite.evaluation.records import Record
 from llmfoundry_lite.evaluation.results import Results, read_others

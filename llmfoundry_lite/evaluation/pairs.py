@@ -16,8 +16,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from llmfoundry_lite.config.task_types import BITS
 from llmfoundry_lite.errors import mask_credentials, mask_urls, printable
-from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, RESULT, Record
+from llmfoundry_lite.evaluation.records import BITS_METRICS, RESULT, Record
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import LEVEL, NUM_RESAMPLES, SEED, Z_POWER, Counts, z_of
 from llmfoundry_lite.evaluation.tables import caption_on_trials, print_notes

@@ -15,11 +15,12 @@ import random
 import re
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from llmfoundry_lite.config.eval_schema import LETTERS, TaskConfig
-from llmfoundry_lite.evaluation.items import GENERATION, fingerprint
+from llmfoundry_lite.evaluation.items import fingerprint
+from llmfoundry_lite.evaluation.questions import Question, read_question
 from llmfoundry_lite.evaluation.task_files import Row
 
 PUNCTUATION = string.punctuation + "‘’´`"
@@ -29,89 +30,6 @@ ANSWER_DELIMITER = "\nAnswer: "
 """Text between listed choices and the letter of the answer, if the task sets none: that of OLMES and of MMLU."""
 
 # --------------------------------------------------------------------------------------------------------- one row
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of a question, between which the model's probabilities choose. A task without choices has one."""
-
-    contexts: list[str]
-    answers: list[str]
-    """One answer for each context. It is an empty text if the model generates the answer."""
-    gold: int
-    """Index of the right option."""
-
-
-def read_options(config: TaskConfig, row: Row) -> Options:
-    """Return the options of a question: pairs of a context and an answer, whose probabilities are compared.
-
-    A multiple-choice question has one context and several answers. A schema question has several contexts and one
-    answer, which is likely only after the right context. Tasks of other types have a single option; its answer is empty
-    if the model generates the answer. For example:
-
-        multiple choice   "The sky is" + "blue",  "The sky is" + "green"
-        schema            "The cup broke because the cup" + "fell",  "The cup broke because the table" + "fell"
-
-    With the form "letters", the context of a multiple-choice question lists its choices, and the answers are letters:
-
-        letters           "The sky is\\n A. blue\\n B. green" + "A",  "The sky is\\n A. blue\\n B. green" + "B"
-
-    The texts are those of the row, without the delimiters that `render_context` adds.
-    """
-    match config.icl_task_type:
-        case "multiple_choice":
-            # The context is repeated, so that each answer has its own.
-            choices = row["choices"]
-            context = row["query"]
-            answers = choices
-            if config.form == LETTERS:
-                context += config.choices_delimiter + list_choices(config, choices)
-                answers = list(string.ascii_uppercase[: len(choices)])
-            return Options([context] * len(choices), answers, row["gold"])
-        case "schema":
-            # The answer is repeated, so that each context has its own.
-            contexts = row["context_options"]
-            return Options(contexts, [row["continuation"]] * len(contexts), row["gold"])
-        case "language_modeling":
-            return Options([row["context"]], [row["continuation"]], gold=0)
-        case _:  # generation
-            return Options([row["context"]], [""], gold=0)
-
-
-def list_choices(config: TaskConfig, choices: Sequence[str]) -> str:
-    """Return the choices of a question, a line for each, after the letters A, B, C and so on.
-
-    With the `letter_prefix` " ", the choices "blue" and "green" become `" A. blue\\n B. green"`.
-    """
-    letters = string.ascii_uppercase[: len(choices)]
-    lines = [f"{config.letter_prefix}{letter}. {choice}" for letter, choice in zip(letters, choices, strict=True)]
-    return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """The texts by which people recognise a question, as its row has them: without examples and delimiters."""
-
-    text: str
-    choices: tuple[str, ...]
-    """One text for each option; none if the model generates the answer."""
-
-
-def read_question(config: TaskConfig, row: Row) -> Question:
-    """Return the texts of a question and of its options.
-
-    The options of a schema question are contexts, and its question is the text that continues the right one. A language
-    modelling task has one option, the text that continues its context.
-    """
-    match config.icl_task_type:
-        case "multiple_choice":
-            return Question(row["query"], tuple(row["choices"]))
-        case "schema":
-            return Question(row["continuation"], tuple(row["context_options"]))
-        case "language_modeling":
-            return Question(row["context"], (row["continuation"],))
-        case _:  # generation
-            return Question(row["context"], ())
 
 
 def render_prompt_string(config: TaskConfig, row: Row) -> str:
@@ -131,13 +49,9 @@ def render_example(config: TaskConfig, row: Row, *, is_first: bool) -> str:
     `is_first` says that no text comes before it in the prompt; otherwise it begins with the delimiter between examples.
     With the default delimiters, the second example of a prompt may be `"\\nThe sky is blue"`.
     """
-    options = read_options(config, row)
-    if config.icl_task_type in GENERATION:
-        # The row of a generation task has no options; its right answer is in a column.
-        answer = render_solution(config, row, row["answer"])
-    else:
-        answer = options.answers[options.gold]
-    return render_context(config, options.contexts[options.gold], is_first=is_first) + answer
+    question = read_question(config, row)
+    context = render_context(config, question.contexts[question.gold], is_first=is_first)
+    return context + render_solution(question, question.answers[question.gold])
 
 
 def render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:
@@ -151,29 +65,19 @@ def render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:
     return delimiter + config.prelimiter + context + config.continuation_delimiter
 
 
-def render_solution(config: TaskConfig, row: Row, answer: str) -> str:
-    """Return an answer as a few-shot example shows it: alone, or after the reasoning that leads to it.
-
-    If the rows have a column `chain_of_thought`, the delimiter `cot_delimiter` stands between reasoning and answer, as
-    in LLM Foundry: `"2 + 3 is 5. #### 5"` with the delimiter " #### ". The model is expected to generate the delimiter
-    as well, and the text after it is taken as its answer.
-    """
-    if "chain_of_thought" not in row:
-        return answer
-    chain_of_thought = row["chain_of_thought"] or ""  # None in a row without reasoning
-    return f"{chain_of_thought}{config.cot_delimiter}{answer}"
-
-
-def accepted_answers(row: Row) -> list[str]:
-    """Return all texts that count as the right answer to a generation task's question: `answer`, then `aliases`."""
-    aliases = row.get("aliases") or []
-    return [row["answer"], *aliases]
+def render_solution(question: Question, answer: str) -> str:
+    """Return an answer as an example shows it: alone, or after the reasoning that leads to it."""
+    return question.reasoning + answer
 
 
 def question_fingerprint(config: TaskConfig, row: Row) -> str:
-    """Return a hash of a question and its options. Rows with the same question have the same hash."""
-    options = read_options(config, row)
-    return fingerprint([options.contexts, options.answers])
+    """Return a hash of a question and its options. Rows with the same question have the same hash.
+
+    Answers that a generated one is compared with are left out, because the model does not see them.
+    """
+    question = read_question(config, row)
+    answers = [""] if config.task_type.answer == "generation" else question.answers
+    return fingerprint([question.contexts, answers])
 
 
 # ------------------------------------------------------------------------------------------------------ written answers

@@ -7,14 +7,12 @@ line with the keys of ITEM for each item. `summaries.py` builds these records, a
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llmfoundry_lite.config.eval_schema import ACCURACIES, BPB, METRICS
+from llmfoundry_lite.config.task_types import ACCURACIES, BITS, BPB, METRICS, TEXT
 from llmfoundry_lite.data.spelling import KINDS
 from llmfoundry_lite.errors import DataError
 
 Record = dict[str, Any]
 
-BITS = "bits_per_byte"
-"""Metric of a held-out text: all of its bits over all of its bytes."""
 BITS_METRICS = (BITS, BPB)
 """Metrics in bits per byte, of which less is better. BPB is the mean over the right answers to questions."""
 MAX_MAGNITUDE = 1e30
@@ -223,7 +221,7 @@ def limit_of_trial(record: Record) -> int | None:
     limit = record["settings"].get("limit")
     if limit is None:
         return None
-    if record.get("type") == "perplexity":  # the limit counts windows, and is only recorded if it left some out
+    if record.get("type") == TEXT:  # the limit counts windows, and is only recorded if it left some out
         return limit
     num_seen = record["n"] + sum((record.get("skipped") or {}).values())
     return limit if num_seen >= limit else None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmfoundry_lite.config.eval_schema import TaskConfig, result_name
+from llmfoundry_lite.config.task_types import TEXT
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.documents import TEXT_SETTINGS
 from llmfoundry_lite.evaluation.items import EmptyTaskError, PreparedTask
@@ -60,7 +61,7 @@ def outline_tasks(
     outlines: list[Outline] = []
     for config in tasks:
         # Held-out text has no examples. Its file is not read yet, because it may be large.
-        if config.icl_task_type == "perplexity":
+        if config.task_type.answer == "text":
             outlines.append(Outline(f"{config.label}/0-shot", {**TEXT_SETTINGS, "limit": limit}, None))
             continue
 
@@ -99,7 +100,7 @@ def describe_differences(record: Record, task: Outline | PreparedTask) -> list[s
     is_prepared = isinstance(task, PreparedTask)
     old_settings = record["settings"]
     new_settings = dict(task.settings)
-    is_text = new_settings.get("icl_task_type") == "perplexity"
+    is_text = new_settings.get("icl_task_type") == TEXT
     if is_text and not is_prepared and old_settings.get("limit") is None:
         # The outline does not know how many windows the text has, but the record does.
         new_settings["limit"] = effective_limit(new_settings.get("limit"), record["n"])

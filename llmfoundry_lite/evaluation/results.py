@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_json, read_lines_at_most
-from llmfoundry_lite.config.eval_schema import BPB
+from llmfoundry_lite.config.task_types import BPB
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.means import weights_of_tasks
 from llmfoundry_lite.evaluation.records import RESULT, Record, check_result, is_accuracy, score_of

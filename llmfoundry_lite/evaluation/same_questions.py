@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from llmfoundry_lite.config.task_types import TEXT
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.means import by_document
 from llmfoundry_lite.evaluation.metrics import has_other_tokenizer
@@ -18,7 +19,7 @@ def check_same_questions(task: str, first_results: Results, other_results: Resul
     """
     first_record = first_results.tasks[task]
     other_record = other_results.tasks[task]
-    is_text = first_record["type"] == "perplexity"
+    is_text = first_record["type"] == TEXT
     tokenizers_differ = has_other_tokenizer(first_results, other_results)
     first_other_row = _first_different("row", task, first_results, other_results)
 
@@ -142,7 +143,7 @@ def _first_different(compared_fact: str, task: str, first_results: Results, othe
         texts = ("question", "choices") if has_question else ("num_characters",)
         return [item.get(key) for key in (*texts, "gold", "answers", "category")]
 
-    is_text = first_results.tasks[task]["type"] == "perplexity"
+    is_text = first_results.tasks[task]["type"] == TEXT
     other_items = {item["index"]: item for item in other_results.items.get(task, [])}
     for item in first_results.items.get(task, []):
         # An item that only one model was asked, or a window, which depends on the tokenizer, says nothing.

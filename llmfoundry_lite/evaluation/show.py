@@ -17,7 +17,7 @@ from llmfoundry_lite.config.eval_schema import EvalConfig, TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.documents import prepare_text
-from llmfoundry_lite.evaluation.items import CHOICES, GENERATION, EmptyTaskError, Item, PreparedTask
+from llmfoundry_lite.evaluation.items import EmptyTaskError, Item, PreparedTask
 from llmfoundry_lite.evaluation.models import locate_model
 from llmfoundry_lite.evaluation.prompts import find_question_rows
 from llmfoundry_lite.evaluation.suite import expand_models
@@ -104,7 +104,7 @@ def _prepare_tasks(
     num_items = min(num_shown, config.limit or num_shown)
     for task in tasks:
         try:
-            if task.icl_task_type == "perplexity":
+            if task.task_type.answer == "text":
                 yield prepare_text(task, reader.tokenizer, max_seq_len=reader.max_seq_len, limit=num_items)
                 continue
             rows = read_rows(task)
@@ -173,7 +173,7 @@ def _heading_of(task: PreparedTask) -> str:
 
 def _describe_item(task: PreparedTask, item: Item, token_texts: TokenTexts) -> Iterator[str]:
     """Yield the lines that show an item: which row it is, its question, its context and its options in tokens."""
-    if task.kind == "perplexity":
+    if task.answer == "text":
         yield f"document {item.index + 1:,}, a window"
     else:
         examples = ", ".join(f"{row + 1:,}" for row in item.examples)
@@ -197,7 +197,7 @@ def _describe_item(task: PreparedTask, item: Item, token_texts: TokenTexts) -> I
     else:
         yield "the contexts of the options begin with different tokens"
 
-    if task.kind in GENERATION:
+    if task.answer == "generation":
         yield f"generated: {_count(task.config.max_new_tokens or 0, 'token')} at most"
         answers = [_shorten(answer) for answer in item.answers[:MAX_OPTIONS]]
         num_left_out = len(item.answers) - len(answers)
@@ -212,11 +212,11 @@ def _describe_item(task: PreparedTask, item: Item, token_texts: TokenTexts) -> I
     # The options, or the only answer. Of a text, it is the part that the window predicts.
     shown_options = [number for number in range(num_options) if number < MAX_OPTIONS or number == item.gold]
     for number in shown_options:
-        is_right = task.kind in CHOICES and number == item.gold
+        is_right = task.answer == "choices" and number == item.gold
         context = _join_tokens(prompt["contexts"][number], MAX_CONTEXT_TOKENS)
         answer_tokens = prompt["answers"][number]
         answer = _join_tokens(answer_tokens, MAX_ANSWER_TOKENS)
-        noun = f"option {number + 1}" if task.kind in CHOICES else "answer"
+        noun = f"option {number + 1}" if task.answer == "choices" else "answer"
         yield f"{'*' if is_right else ' '} {noun}, {_count(len(answer_tokens), 'token')}:"
         yield from _indent(f"{context}{ANSWER_BORDER}{answer}")
     if len(shown_options) < num_options:

@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from llmfoundry_lite.config.eval_schema import ACCURACIES, BPB
+from llmfoundry_lite.config.task_types import ACCURACIES, BITS, BPB
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.items import CHOICES, Item, PreparedTask
+from llmfoundry_lite.evaluation.items import Item, PreparedTask
 from llmfoundry_lite.evaluation.means import (
     bits_per_byte,
     bits_per_byte_error,
@@ -23,7 +23,7 @@ from llmfoundry_lite.evaluation.means import (
     mean_and_error,
     ratio_error,
 )
-from llmfoundry_lite.evaluation.records import BITS, ITEM, MAX_MAGNITUDE, OF_OPTIONS, Record, has_categories, items_with
+from llmfoundry_lite.evaluation.records import ITEM, MAX_MAGNITUDE, OF_OPTIONS, Record, has_categories, items_with
 
 if TYPE_CHECKING:  # reading results needs no torch
     from llmfoundry_lite.evaluation.scoring import Score
@@ -52,14 +52,14 @@ def scored_item(task: PreparedTask, item: Item, scores: "Sequence[Score]") -> Re
         "num_trimmed": max(request.num_trimmed for request in item.requests),
         **_category_and_cluster(item),
     }
-    if task.kind == "perplexity":
+    if task.answer == "text":
         return record
 
     num_bytes = [request.num_bytes for request in item.requests]
     record |= {"num_bytes": num_bytes, BPB: bits_of_answer(log_probabilities[item.gold], num_bytes[item.gold])}
-    if task.kind == "language_modeling":
+    if task.answer == "continuation":
         record["acc"] = int(scores[0].is_greedy)
-    if task.kind in CHOICES:
+    if task.answer == "choices":
         # Each accuracy divides an option's log-probability by its own measure of the option's length.
         lengths = {
             "acc_per_token": num_tokens,
@@ -182,7 +182,7 @@ def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Re
         record["lost_text"] = task.lost_text
 
     # Add the scores.
-    if task.kind == "perplexity":
+    if task.answer == "text":
         record |= _summarise_text(items)
     else:
         record |= _summarise_answers(task, items, has_categories(record))
@@ -196,7 +196,7 @@ def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Re
         "num_trimmed": sum(bool(item["num_trimmed"]) for item in items),
         "num_missing_examples": sum(bool(item.num_missing_examples) for item in task.items),
         "num_repeated": task.num_repeated,
-        "num_without_bpb": 0 if task.kind == "perplexity" else len(items) - len(items_with(items, BPB)),
+        "num_without_bpb": 0 if task.answer == "text" else len(items) - len(items_with(items, BPB)),
         "skipped": task.skipped,
         "beginning": task.beginning,
     }
@@ -214,7 +214,7 @@ def _summarise_answers(task: PreparedTask, items: Sequence[Record], by_category:
     """
     # Every task of questions has `acc`. Tasks with choices also have accuracies that take lengths into account.
     summary: Record = {}
-    has_choices = task.kind in CHOICES
+    has_choices = task.answer == "choices"
     accuracies = ACCURACIES if has_choices else ("acc",)
     over_items: Record = {}
     for metric in (*accuracies, BPB):
@@ -238,7 +238,7 @@ def _summarise_answers(task: PreparedTask, items: Sequence[Record], by_category:
         if task.metric in ACCURACIES:
             summary["num_ties"] = sum(item["tie"][task.metric] for item in items)
         summary["num_duplicates"] = sum(item["has_duplicates"] for item in items)
-    if task.kind == "language_modeling":
+    if task.answer == "continuation":
         # This is the perplexity of whole answers, and not of their tokens.
         items_with_nats = [{**item, "nats": -item["log_probability"][0]} for item in items]
         mean_nats, error_nats = mean_and_error(items_with_nats, "nats")

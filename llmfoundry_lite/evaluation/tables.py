@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from llmfoundry_lite.config.eval_schema import ACCURACIES, BPB, Benchmark, Category, GauntletConfig
+from llmfoundry_lite.config.eval_schema import Benchmark, Category, GauntletConfig
+from llmfoundry_lite.config.task_types import ACCURACIES, BPB
 from llmfoundry_lite.data.spelling import describe_lost_text
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.means import error_of_sum, weights_of_tasks

@@ -1,6 +1,7 @@
 """Reads the file of a task, which has rows of questions or held-out text, and checks it.
 
-`read_rows` returns the rows of a task of questions, each with the columns that the task's type needs (COLUMNS).
+`read_rows` returns the rows of a task of questions, each with the columns that the task's type needs
+(`config/task_types.py`).
 `read_texts` yields held-out texts. Every error names the file and, for a row, its line and column.
 """
 
@@ -14,15 +15,8 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_LINE_BYTES, MAX_LOG_BYTES, read_at_most, read_lines_at_most
 from llmfoundry_lite.config.eval_schema import LETTERS, TaskConfig
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.items import CHOICES, GENERATION, EmptyTaskError, fingerprint
+from llmfoundry_lite.evaluation.items import EmptyTaskError, fingerprint
 
-COLUMNS = {
-    "multiple_choice": ("query", "choices", "gold"),
-    "schema": ("context_options", "continuation", "gold"),
-    "language_modeling": ("context", "continuation"),
-    "generation_task_with_answers": ("context", "answer"),
-}
-"""Type of a task -> the columns that its rows must have."""
 TEXT_COLUMNS = ("query", "context", "continuation", "answer")
 """Columns that hold one text."""
 MAX_LETTERS = 26
@@ -146,15 +140,17 @@ def _check_row(row: Row, config: TaskConfig, place: str) -> None:
 
     `place` names the row in errors, such as "arc_easy: tasks/arc_easy.jsonl, line 3".
     """
-    task_type = config.icl_task_type
-    for column in COLUMNS[task_type]:
+    task_type = config.task_type
+    for column in task_type.columns:
         if column not in row:
-            raise DataError(f"{place}: no column {column!r}; a {task_type} task has {', '.join(COLUMNS[task_type])}")
+            raise DataError(
+                f"{place}: no column {column!r}; a {task_type.name} task has {', '.join(task_type.columns)}"
+            )
         if column in TEXT_COLUMNS and not isinstance(row[column], str):
             raise DataError(f"{place}: {column} is {row[column]!r}, expected a text")
 
     # The column of other accepted answers may be absent or null.
-    if task_type in GENERATION:
+    if task_type.answer == "generation":
         aliases = row.get("aliases") or []
         if not _are_texts(aliases):
             raise DataError(f"{place}: aliases is {aliases!r}, expected texts")
@@ -170,8 +166,8 @@ def _check_row(row: Row, config: TaskConfig, place: str) -> None:
         expected = "expected a text, because fewshot_split asks for this column"
         raise DataError(f"{place}: split is {row.get('split')!r}, {expected}")
 
-    if task_type in CHOICES:
-        _check_options(row, task_type, place)
+    if task_type.answer == "choices":
+        _check_options(row, "choices" if "choices" in task_type.columns else "context_options", place)
     if config.form == LETTERS and len(row["choices"]) > MAX_LETTERS:
         raise DataError(
             f"{place}: {len(row['choices'])} choices given, expected at most {MAX_LETTERS} for form: letters"
@@ -199,12 +195,12 @@ def _check_splits(config: TaskConfig, rows: list[Row]) -> None:
     )
 
 
-def _check_options(row: Row, task_type: str, place: str) -> None:
+def _check_options(row: Row, column: str, place: str) -> None:
     """Raise DataError unless a row has at least two options, and `gold` is the index of one of them.
 
-    The options are the `choices` of a multiple-choice question, and the `context_options` of a schema question.
+    `column` has the options: `choices` of a multiple-choice question, or `context_options` of a schema question.
     """
-    options = row["choices"] if task_type == "multiple_choice" else row["context_options"]
+    options = row[column]
     if not _are_texts(options) or len(options) < 2:
         raise DataError(f"{place}: {options!r} given, expected two or more texts to choose from")
 

@@ -6,7 +6,7 @@ held-out text.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
@@ -14,9 +14,8 @@ from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.documents import check_text
 from llmfoundry_lite.evaluation.encoding import Encoding, UnusableItemError, limit_answer_tokens, list_stop_tokens
-from llmfoundry_lite.evaluation.items import GENERATION, EmptyTaskError, Item, PreparedTask, fingerprint
+from llmfoundry_lite.evaluation.items import EmptyTaskError, Item, PreparedTask, fingerprint
 from llmfoundry_lite.evaluation.prompts import (
-    accepted_answers,
     category_of,
     choose_examples,
     clean,
@@ -26,14 +25,13 @@ from llmfoundry_lite.evaluation.prompts import (
     fingerprinted_settings,
     group_examples,
     question_fingerprint,
-    read_options,
-    read_question,
     render_context,
     render_example,
     render_prompt_string,
     render_solution,
     resolve_settings,
 )
+from llmfoundry_lite.evaluation.questions import read_question
 from llmfoundry_lite.evaluation.task_files import Row, data_fingerprint, read_rows
 
 
@@ -64,7 +62,7 @@ def prepare_task(
     config = resolve_settings(config, num_fewshot, tokenization)
     num_questions = len(find_question_rows(config, rows, num_fewshot))
     settings = fingerprinted_settings(config, num_fewshot, effective_limit(limit, num_questions))
-    if config.icl_task_type in GENERATION:
+    if config.task_type.answer == "generation":
         stop_tokens = list_stop_tokens(tokenizer)
         if stop_tokens:  # an empty list is not recorded, because it would change the fingerprints of older results
             settings["stop_tokens"] = stop_tokens
@@ -107,7 +105,7 @@ def check_task(
     All rows are read and checked, but only the first usable question is tokenised. A training run calls this before it
     begins. MDS splits cannot be checked this way.
     """
-    if config.icl_task_type == "perplexity":
+    if config.task_type.answer == "text":
         check_text(config, tokenizer)
         return
     rows = read_rows(config)
@@ -119,7 +117,7 @@ def check_task(
 
 def _with_answer_length(config: TaskConfig, rows: list[Row], tokenizer: Tokenizer) -> TaskConfig:
     """Return the task's configuration with `max_new_tokens` filled in, if answers are generated and it is not set."""
-    if config.icl_task_type not in GENERATION or config.max_new_tokens is not None:
+    if config.task_type.answer != "generation" or config.max_new_tokens is not None:
         return config
     return replace(config, max_new_tokens=limit_answer_tokens(config, rows, tokenizer))
 
@@ -201,39 +199,38 @@ def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[
     preamble = render_prompt_string(config, row)
     for example in examples:
         preamble += render_example(config, rows[example], is_first=not preamble)
-    options = read_options(config, row)
-    contexts = [render_context(config, context, is_first=not preamble) for context in options.contexts]
+    question = read_question(config, row)
+    contexts = [render_context(config, context, is_first=not preamble) for context in question.contexts]
 
     # Tokenise: a prompt to generate from, or one request for each option.
-    generation_answers: list[str] = []
+    accepted_answers: Sequence[str] = ()
     gold_request = None
-    if config.icl_task_type in GENERATION:
+    if config.task_type.answer == "generation":
         requests = [encoding.prompt(preamble, context, config.max_new_tokens or 1) for context in contexts]
-        generation_answers = accepted_answers(row)
-        if not any(clean(config, answer) for answer in generation_answers):
+        accepted_answers = question.answers
+        if not any(clean(config, answer) for answer in accepted_answers):
             # Every accepted answer has only punctuation and articles, which normalisation removes.
             raise UnusableItemError("answers with nothing but punctuation and articles")
         # The first right answer is also scored, as an example would show it. Its item can be asked without that.
         with contextlib.suppress(UnusableItemError):
-            gold_request = encoding.request(preamble, contexts[0], render_solution(config, row, row["answer"]))
+            gold_request = encoding.request(preamble, contexts[0], render_solution(question, accepted_answers[0]))
     else:
         requests = [
             encoding.request(preamble, context, answer)
-            for context, answer in zip(contexts, options.answers, strict=True)
+            for context, answer in zip(contexts, question.answers, strict=True)
         ]
 
     # Options with the same text cannot be told apart.
-    question = read_question(config, row)
     distinct_texts = {text.strip() for text in question.choices}
     return Item(
         index=index,
         requests=tuple(requests),
-        gold=options.gold,
+        gold=question.gold,
         question=question.text,
-        choices=question.choices,
+        choices=tuple(question.choices),
         examples=tuple(examples),
         category=str(row["category"]) if config.has_categories else None,
-        answers=tuple(generation_answers),
+        answers=tuple(accepted_answers),
         gold_request=gold_request,
         has_duplicates=len(distinct_texts) < len(question.choices),
     )

@@ -1,7 +1,6 @@
 """The page for those who come from LLM Foundry names the keys that the code has in its tables, and no others."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +9,7 @@ from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, HARMLESS, LEFT_OUT, WI
 from llmfoundry_lite.config.load_tasks import TASK_WITHOUT_EFFECT, THEIR_METRICS
 from llmfoundry_lite.config.scalars import TASK_SYNONYMS
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.evaluation.items import PreparedTask
+from llmfoundry_lite.config.task_types import TASK_TYPES
 from llmfoundry_lite.training.mirrors import FOUNDRY_NAMES
 from scripts.defaults_llm_foundry import INTENDED
 from tests.helpers.launch import ROOT
@@ -70,13 +69,13 @@ def test_metrics_have_the_names_of_the_code():
     theirs.remove("LanguagePerplexity")
     renamed = {key: name.format(optimizer="DecoupledAdamW") for key, (name, _) in FOUNDRY_NAMES.items()}
     named = dict(zip(ours, theirs, strict=True))
-    assert (metric_of := PreparedTask.metric.fget) is not None
     of_tasks = {key: named.pop(key) for key in ours if key.startswith("eval/icl/")}
     assert named == renamed
     assert {name.rpartition("/")[2] for name in of_tasks.values()} == THEIR_METRICS
-    for kind, (key, name) in zip(("multiple_choice", "language_modeling", "generation"), of_tasks.items(), strict=True):
-        task = SimpleNamespace(kind=kind, config=SimpleNamespace(metric=None, form=None))
-        assert key.rpartition("/")[2] == metric_of(task)
+    kinds = ("multiple_choice", "language_modeling", "generation_task_with_answers")
+    for kind, (key, name) in zip(kinds, of_tasks.items(), strict=True):
+        task_type = TASK_TYPES[kind]
+        assert (key.rpartition("/")[2], name.rpartition("/")[2]) == (task_type.metrics[0], task_type.foundry_metric)
         assert key.split("/")[2:-1] == name.split("/")[1:-1] and name.startswith("metrics/")
 
 

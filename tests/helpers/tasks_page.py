@@ -11,32 +11,21 @@ from llmfoundry_lite.config import eval_schema
 from llmfoundry_lite.config.build import describe_type
 from llmfoundry_lite.config.eval_schema import Benchmark, Category, EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.fields import Key, keys_of
-from llmfoundry_lite.evaluation.task_files import COLUMNS
+from llmfoundry_lite.config.task_types import TASK_TYPES, TaskType
 from tests.helpers.launch import ROOT
 
 PAGE = ROOT / "docs/tasks.md"
 
 
-class TaskType(NamedTuple):
-    """Facts of a type of task that the page states."""
+class Example(NamedTuple):
+    """A file of a type of task that the page shows."""
 
-    scored: str
-    """The question to a model, and what decides whether an answer is right."""
-    columns: dict[str, str]
     file: str
-    """The name of the example's file."""
     rows: list[dict[str, Any]]
 
 
-TYPES = {
-    "multiple_choice": TaskType(
-        "The model chooses among several answers to a question. The probability of each answer after the question "
-        "decides.",
-        {
-            "query": "The question, as a text.",
-            "choices": "Two or more texts, one for each answer.",
-            "gold": "Number of the right choice, counted from 0.",
-        },
+EXAMPLES = {
+    "multiple_choice": Example(
         "capitals.jsonl",
         [
             {"query": "The capital of France is", "choices": ["Lyon", "Paris"], "gold": 1},
@@ -44,14 +33,7 @@ TYPES = {
             {"query": "The capital of Peru is", "choices": ["Lima", "Cusco"], "gold": 0},
         ],
     ),
-    "schema": TaskType(
-        "The model chooses among several contexts before one continuation. The probability of the continuation after "
-        "each context decides. Winograd and Winogrande have this form.",
-        {
-            "context_options": "Two or more texts, of which one is the right context.",
-            "continuation": "The text that follows the context.",
-            "gold": "Number of the right context, counted from 0.",
-        },
+    "schema": Example(
         "pronouns.jsonl",
         [
             {
@@ -69,41 +51,26 @@ TYPES = {
             },
         ],
     ),
-    "language_modeling": TaskType(
-        "The model continues a text. The answer is right if each of its tokens is the likeliest one. LAMBADA has this "
-        "form.",
-        {"context": "The text that is given.", "continuation": "The text that has to follow."},
+    "language_modeling": Example(
         "endings.jsonl",
         [
             {"context": "Ready, steady,", "continuation": "go"},
             {"context": "Monday, Tuesday,", "continuation": "Wednesday"},
         ],
     ),
-    "generation_task_with_answers": TaskType(
-        "The model writes an answer. It is right if it begins with one of the accepted answers, both in lower case and "
-        "without punctuation and articles, unless `do_normalization` is false.",
-        {
-            "context": "The question, as a text.",
-            "answer": "An accepted answer. The examples in a prompt show it.",
-            "aliases": "More accepted answers, as a list of texts.",
-            "chain_of_thought": "Reasoning that an example shows before its answer, with `cot_delimiter` between them.",
-        },
+    "generation_task_with_answers": Example(
         "sums.jsonl",
         [
             {"context": "2 + 2 =", "answer": "4", "aliases": ["four"]},
             {"context": "3 + 5 =", "answer": "8", "aliases": ["eight"]},
         ],
     ),
-    "perplexity": TaskType(
-        "Held-out text, scored by its bits per byte. Each line is a document. The file may also be plain text, which "
-        "is one document, or the folder of a split that `data prepare` wrote.",
-        {"text": "The document."},
+    "perplexity": Example(
         "story.jsonl",
         [{"text": "The old man rowed out before dawn. By noon he had caught nothing."}, {"text": "It rained again."}],
     ),
 }
-OPTIONAL = ("aliases", "chain_of_thought")
-"""Columns of a type that a row may lack."""
+"""Type of a task -> an example of its file."""
 GROUPS = {
     "category": "with `has_categories: true`: the item's category, a text or a whole number.",
     "split": "with `fewshot_split`: the text that tells rows for examples from rows for questions.",
@@ -118,6 +85,13 @@ spend hours on them: `llmfoundry-lite eval mine.yaml --show 3` prints the first 
 
 The page is generated from the schema that checks a YAML, and the example at its end is a test.
 
+## Types of tasks
+
+These are the values of `icl_task_type`. A table of results shows a type by the first of its metrics, or by the one that
+the key `metric` names.
+
+"""
+COLUMNS = """
 ## Columns of a task's file
 
 A task of questions reads a file with a JSON object on each line. Other columns are allowed and ignored.
@@ -172,10 +146,11 @@ SECTIONS = (
 
 def build() -> str:
     """Return the content of the page."""
-    parts = [TOP]
-    for name, task_type in TYPES.items():
-        parts.append(f"\n### {name}\n\n{_wrapped(task_type.scored)}\n\n{_columns(name, task_type)}\n")
-        parts.append(f"\nFor example `{task_type.file}`:\n\n```json\n{_lines(task_type)}```\n")
+    parts = [TOP, _types(), COLUMNS]
+    for name, task_type in TASK_TYPES.items():
+        example = EXAMPLES[name]
+        parts.append(f"\n### {name}\n\n{_wrapped(task_type.scored)}\n\n{_columns(task_type)}\n")
+        parts.append(f"\nFor example `{example.file}`:\n\n```json\n{_lines(example)}```\n")
     parts.append("\nRows of questions may have more columns, if a key of their task asks for them:\n\n")
     parts += [f"- `{column}`, {text}\n" for column, text in GROUPS.items()]
     parts.append("- any column that the task's key `cluster` names: a text or a whole number.\n")
@@ -193,17 +168,27 @@ def _wrapped(paragraph: str) -> str:
     return textwrap.fill(paragraph, 128, break_on_hyphens=False)
 
 
-def _lines(task_type: TaskType) -> str:
+def _lines(example: Example) -> str:
     """The content of an example's file."""
-    return "".join(json.dumps(row) + "\n" for row in task_type.rows)
+    return "".join(json.dumps(row) + "\n" for row in example.rows)
 
 
-def _columns(name: str, task_type: TaskType) -> str:
+def _types() -> str:
+    """A table of the types, with LLM Foundry's metric of each, and the keys that no other type uses."""
+    rows = ["| type | metrics | LLM Foundry's metric | keys of its own |", "|---|---|---|---|"]
+    for name, task_type in TASK_TYPES.items():
+        metrics = ", ".join(f"`{metric}`" for metric in task_type.metrics)
+        foundry_metric = f"`{task_type.foundry_metric}`" if task_type.foundry_metric else ""
+        keys = ", ".join(f"`{key}`" for key in task_type.keys)
+        rows.append(f"| `{name}` | {metrics} | {foundry_metric} | {keys} |")
+    return "\n".join(rows) + "\n"
+
+
+def _columns(task_type: TaskType) -> str:
+    """A table of the columns of a type's rows."""
     rows = ["| column | value |", "|---|---|"]
-    for column, text in task_type.columns.items():
-        rows.append(f"| `{column}` | {'Optional. ' if column in OPTIONAL else ''}{text} |")
-    required = [column for column in task_type.columns if column not in OPTIONAL]
-    assert sorted(required) == sorted(COLUMNS.get(name, required)), f"{name}: describe the columns of COLUMNS"
+    rows += [f"| `{column}` | {text} |" for column, text in task_type.columns.items()]
+    rows += [f"| `{column}` | Optional. {text} |" for column, text in task_type.optional_columns.items()]
     return "\n".join(rows)
 
 
