@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from llmfoundry_lite import companions
 from llmfoundry_lite.config.eval_schema import EvalConfig
 from llmfoundry_lite.config.load_eval import load_eval_config
+from llmfoundry_lite.config.load_tasks import trust_code_of
 from llmfoundry_lite.ranks.ending import run_and_exit, sigterm_delayed
 from llmfoundry_lite.ranks.rank import check_launch, set_environment, this_rank
 
@@ -73,6 +74,8 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
     with sigterm_delayed():
         check_launch()
         config, tasks, notes, num_shown = load_eval_config(arguments, given)
+
+    trust_code_of(tasks)  # the user of this process has named them
 
     # The modules below import torch, which reads the environment when it is imported.
     prepare_environment(config)

@@ -29,6 +29,7 @@ from llmfoundry_lite import companions, dry_run, preflight
 from llmfoundry_lite.checkpoint import remote_folder
 from llmfoundry_lite.checkpoint.start import check_access, publish_early_end
 from llmfoundry_lite.config.layout import Layout, layout_here
+from llmfoundry_lite.config.load_tasks import load_tasks
 from llmfoundry_lite.config.load_train import (
     DRY_RUNS,
     LoadedTrain,
@@ -343,7 +344,8 @@ def prepare_environment(config: TrainConfig) -> None:
     the variable FULL_IMPORTS turns that off.
     """
     set_environment(config.environment)
-    if config.own_code:
+    tasks = load_tasks(config.icl_tasks, config.icl_task_folder)
+    if config.own_code or any(task.own_code for task in tasks):
         os.environ.setdefault(FULL_IMPORTS, "1")
 
 

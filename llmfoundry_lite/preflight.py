@@ -48,7 +48,7 @@ from llmfoundry_lite.evaluation.tasks import check_task
 from llmfoundry_lite.files import exists, is_file, open_regular
 from llmfoundry_lite.hardware import GIB, Device
 from llmfoundry_lite.models.names import list_parameters
-from llmfoundry_lite.own_code import PREFIX
+from llmfoundry_lite.own_code import PREFIX, is_own
 from llmfoundry_lite.own_facts import find_module
 
 C_COMPILERS = ("gcc", "clang", "g++")
@@ -263,6 +263,13 @@ def _check_tasks(config: TrainConfig, findings: Preflight, *, must_exist: bool) 
                 "`python scripts/fetch_tasks.py` fetches it"
             )
 
+        # Code of the user's own is not imported here. The launch checks such a task when it builds the run.
+        for key, name in task.own_code:
+            _check_import_path(key, name)
+        if is_own(task.icl_task_type):
+            findings.not_checked.append(f"icl_tasks: {task.label}: whether it can be asked, without its own code")
+            continue
+
         can_be_checked = has_tokenizer and (has_file or must_exist)
         if not can_be_checked:
             missing = task.dataset_uri if has_tokenizer else "the tokenizer"
@@ -346,10 +353,15 @@ def _check_import_paths(config: TrainConfig) -> None:
     Such a name may stand for an optimizer, a loader, a callback or a part of the model that the user has written.
     """
     for key, name in config.own_code:
-        module, _, _ = name.removeprefix(PREFIX).partition(":")
-        missing_module = "" if module in sys.modules else find_module(module).missing
-        if missing_module:
-            raise ConfigError(f"{key}: {name}: No module named {missing_module!r}; is its folder on PYTHONPATH?")
+        _check_import_path(key, name)
+
+
+def _check_import_path(key: str, name: str) -> None:
+    """Raise ConfigError if the module of an import path cannot be found. `key` is the key that names it, for errors."""
+    module, _, _ = name.removeprefix(PREFIX).partition(":")
+    missing_module = "" if module in sys.modules else find_module(module).missing
+    if missing_module:
+        raise ConfigError(f"{key}: {name}: No module named {missing_module!r}; is its folder on PYTHONPATH?")
 
 
 # ---------------------------------------------------------------------------------------- data, tokenizer

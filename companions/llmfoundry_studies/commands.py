@@ -11,7 +11,7 @@ from rich.text import Text
 
 from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.config.eval_schema import TaskConfig
-from llmfoundry_lite.config.load_tasks import find_available_tasks, load_tasks
+from llmfoundry_lite.config.load_tasks import find_available_tasks, load_tasks, trust_code_of
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, printable
 from llmfoundry_lite.evaluation.compare import compare
@@ -101,6 +101,7 @@ def find_tasks(names: Sequence[str]) -> list[TaskConfig]:
     Raises DataError if there are none, or if two have one label, by which the marks are found again.
     """
     tasks = load_tasks(list(names) or find_available_tasks(TASK_FOLDER), TASK_FOLDER)
+    trust_code_of(tasks)
     labels = [task.label for task in tasks]
     if not tasks:
         raise DataError(f"{TASK_FOLDER}: the data of no task is on this machine; name a task with --task")

@@ -28,7 +28,7 @@ from llmfoundry_lite.evaluation.compare import WeightedTask, refuse_unknown_task
 from llmfoundry_lite.evaluation.means import document_of, is_named, label_of, text_row, weights_of, weights_of_tasks
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice, refuse_unknown_metric
 from llmfoundry_lite.evaluation.pairs import too_few
-from llmfoundry_lite.evaluation.records import BITS_METRICS, has_categories, items_with
+from llmfoundry_lite.evaluation.records import BITS_METRICS, has_categories, is_own_metric, items_with
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.same_questions import check_same_questions
 from llmfoundry_lite.evaluation.significance import MIN_UNITS, Floats
@@ -198,7 +198,11 @@ def compare_sides(
         raise DataError(f"{', '.join(side.name for side in sides)}: the results have no task in common")
 
     # The mean is of the accuracies or, if there are none, of the bits per byte of answers.
-    averaged = [task for task in tasks if metrics[task] not in BITS_METRICS]
+    records = all_results[0].tasks
+    averaged: list[str] = []
+    for task in tasks:
+        if metrics[task] not in BITS_METRICS and not is_own_metric(records[task], metrics[task]):
+            averaged.append(task)
     if not averaged:
         averaged = [task for task in tasks if metrics[task] == BPB]
     weighted_tasks = [WeightedTask(task, metrics[task], weight) for task, weight in weights_of_tasks(averaged).items()]

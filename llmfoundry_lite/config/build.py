@@ -351,9 +351,14 @@ def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str:
     return completions[0] if len(completions) == 1 else find_nearest(value, choices, cutoff)
 
 
+def is_import_path(value: str) -> bool:
+    """Return whether a text has the form `python:package.module:Thing`."""
+    return re.fullmatch(r"python:\w+(\.\w+)*:\w+", value) is not None
+
+
 def check_import_path(key_path: str, value: str) -> None:
     """Raise ConfigError for text that is not of the form `python:package.module:Thing`."""
-    if not re.fullmatch(r"python:\w+(\.\w+)*:\w+", value):
+    if not is_import_path(value):
         raise _wrong(key_path, value, "an import path, python:package.module:Thing")
 
 

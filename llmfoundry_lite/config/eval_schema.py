@@ -19,6 +19,7 @@ from llmfoundry_lite.config.fields import (
 )
 from llmfoundry_lite.config.spans import Time
 from llmfoundry_lite.config.task_types import METRICS, TASK_TYPES, TaskType, find_task_type
+from llmfoundry_lite.own_code import PREFIX, is_own
 
 TOKENIZATIONS = "separate joint"
 FORMS = "cloze letters"
@@ -37,6 +38,13 @@ PROMPTS = (
         reason="the text of a perplexity task has no prompts",
     ),
 )
+OWN_TYPE = (
+    Use(
+        has_effect=lambda task, _: is_own(task.icl_task_type),
+        reason="only a type of your own is given them, and icl_task_type is {block.icl_task_type}",
+    ),
+)
+OWN_METRICS = (Use(has_effect=lambda task, _: task.own_metrics, reason="metric_names has no metric of your own"),)
 LISTED_CHOICES = (Use(has_effect=lambda task, _: task.form == LETTERS, reason="form is not letters"),)
 EXAMPLES = (Use(has_effect=lambda task, _: any(task.num_fewshot), reason="num_fewshot is 0"),)
 FOLLOWING = (Use(has_effect=lambda config, _: config.follow, reason="follow is false"),)
@@ -58,8 +66,11 @@ class TaskConfig:
 
     label: str
     """The task's name. Results are named after it and the number of examples: `arc_easy/5-shot`."""
-    icl_task_type: str = setting(choices=" ".join(TASK_TYPES))
-    """The type of the task, which decides the columns of its file, and how answers are scored."""
+    icl_task_type: str = setting(choices=" ".join((*TASK_TYPES, PREFIX)))
+    """The type of the task, which decides the columns of its file, and how answers are scored. A type of your own is
+    `python:package.module:Thing` (docs/own-parts.md)."""
+    kwargs: dict[str, Any] = setting(dict, uses=OWN_TYPE)
+    """Arguments of a type of your own. Keys of its task that are not ours are arguments, too."""
     dataset_uri: str = setting(REQUIRED, check_source_path_or_url, is_path_or_url=True)
     """A JSONL file (for perplexity also a text file or an MDS split), or hf://NAME with hf_loading_vars."""
     num_fewshot: list[int] = setting(
@@ -99,10 +110,15 @@ class TaskConfig:
     tokenization: str | None = setting(None, choices=TOKENIZATIONS, uses=PROMPTS)
     """separate: context and answer are tokenised apart, as in LLM Foundry. joint: together, then divided, as in
     lm-evaluation-harness. Default: the evaluation's."""
-    metric: str | None = setting(None, choices=" ".join(METRICS))
+    metric: str | None = setting(None, choices=" ".join((*METRICS, PREFIX)))
     """Metric of the task in tables and averages: acc_per_token, acc (summed), acc_norm (per character), acc_per_byte,
     or bpb, which is bits per byte of the right answer. Default: acc_per_token for tasks with choices, as in LLM
-    Foundry, and acc for others and for letters. The results have all of them."""
+    Foundry, and acc for others and for letters. The results have all of them. One of `metric_names` may be named."""
+    metric_names: list[str] = setting(list)
+    """Metrics of your own that are computed besides, as `python:package.module:function`. LLM Foundry's names are
+    accepted, and ignored."""
+    metric_kwargs: dict[str, dict[str, Any]] = setting(dict, uses=OWN_METRICS)
+    """Metric of your own -> its arguments."""
     has_categories: bool = False
     """Treat each value of the column `category` as a task of its own, as LLM Foundry does. An item's examples come from
     its category. The score is the mean of the categories' scores, which are in the results too."""
@@ -130,6 +146,17 @@ class TaskConfig:
     def task_type(self) -> TaskType:
         """The row of the task's type in the table of types."""
         return find_task_type(self.icl_task_type)
+
+    @property
+    def own_metrics(self) -> list[str]:
+        """The metrics of the user's own that are computed, by their import paths."""
+        return [name for name in self.metric_names if is_own(name)]
+
+    @property
+    def own_code(self) -> list[tuple[str, str]]:
+        """Code of the user that the task names: key and import path of each."""
+        names = [("icl_task_type", self.icl_task_type), *(("metric_names", name) for name in self.own_metrics)]
+        return [(f"icl_tasks: {self.label}: {key}", name) for key, name in names if is_own(name)]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -213,7 +240,7 @@ class EvalConfig:
     `task_folder`."""
     eval_gauntlet: GauntletConfig | None = setting(None, written=GauntletConfig | str | None)
     """LLM Foundry's Eval Gauntlet, or a file with it. Adds a table of categories and averages."""
-    metric: str | None = setting(None, choices=" ".join(METRICS))
+    metric: str | None = setting(None, choices=" ".join((*METRICS, PREFIX)))
     """Metric of tables, averages and the gauntlet, for tasks that have it. Default: each task's own, except that
     acc_norm (per character) takes the place of acc_per_token if the models have different tokenizers. A gauntlet is of
     accuracies, also with bpb."""

@@ -13,11 +13,13 @@ from typing import Any
 from yaml import YAMLError
 
 from llmfoundry_lite.bounded import MAX_YAML_BYTES, read_at_most
-from llmfoundry_lite.config.build import build_block
+from llmfoundry_lite.config.build import build_block, is_import_path
 from llmfoundry_lite.config.data_schema import HELD_OUT_TEXT
 from llmfoundry_lite.config.eval_schema import LETTERS, EvalConfig, TaskConfig, result_name
+from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import ConfigLayer, read_file, source_of
 from llmfoundry_lite.config.merge import merge_layers
+from llmfoundry_lite.config.own_arguments import move_arguments
 from llmfoundry_lite.config.scalars import TASK_SYNONYMS
 from llmfoundry_lite.config.shipped import find_task_folder
 from llmfoundry_lite.config.task_types import METRICS, MULTIPLE_CHOICE, TASK_TYPES, TEXT
@@ -25,8 +27,9 @@ from llmfoundry_lite.config.uses import find_unused_keys
 from llmfoundry_lite.config.yaml_text import read_record
 from llmfoundry_lite.errors import ConfigError, find_nearest
 from llmfoundry_lite.files import exists
+from llmfoundry_lite.own_code import is_own, trust_code
 
-TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
+TASK_WITHOUT_EFFECT = ("batch_size", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
 """LLM Foundry's keys of a task that are ignored here."""
 THEIR_METRICS = {task_type.foundry_metric for task_type in TASK_TYPES.values() if task_type.foundry_metric}
 """LLM Foundry's metrics that are always computed here for tasks of their type."""
@@ -82,6 +85,11 @@ def _with_form(task: TaskConfig, form: str) -> TaskConfig:
     """Return a task with a form, if it is a multiple-choice task that does not set its own."""
     is_open = task.icl_task_type == MULTIPLE_CHOICE and task.form is None
     return replace(task, form=form) if is_open else task
+
+
+def trust_code_of(tasks: Sequence[TaskConfig]) -> None:
+    """Let code that tasks name be imported from now on. Call it for tasks that the user of this process has named."""
+    trust_code(name for task in tasks for _, name in task.own_code)
 
 
 def result_names(task: TaskConfig) -> list[str]:
@@ -214,7 +222,7 @@ def _load_entries(
         if isinstance(metric_names, str):
             metric_names = [metric_names]
         for metric_name in metric_names:
-            if metric_name not in THEIR_METRICS:
+            if metric_name not in THEIR_METRICS and not is_own(metric_name):
                 unknown_metrics.setdefault(str(metric_name), []).append(task.label)
     return tasks
 
@@ -272,9 +280,12 @@ def _build_task(entry: Any, path: str, layers: Sequence[ConfigLayer]) -> TaskCon
             if key not in TASK_WITHOUT_EFFECT:
                 our_key = TASK_SYNONYMS.get(key, key)
                 values[our_key] = value
-        # `num_fewshot: 5` means [5].
+        # `num_fewshot: 5` means [5], and a metric alone a list of it.
         if isinstance(values.get("num_fewshot"), int):
             values["num_fewshot"] = [values["num_fewshot"]]
+        if isinstance(values.get("metric_names"), str):
+            values["metric_names"] = [values["metric_names"]]
+        move_arguments(values, "icl_task_type", keys_of(TaskConfig))
     task = build_block(TaskConfig, values, path, layers)
     problem = _problem_of(task)
     if problem:
@@ -285,7 +296,14 @@ def _build_task(entry: Any, path: str, layers: Sequence[ConfigLayer]) -> TaskCon
 def _problem_of(task: TaskConfig) -> str:
     """Return `key: what is wrong` for the first key of a task that does not go with its type; empty if all do."""
     is_text = task.task_type.answer == "text"
-    if task.metric is not None and task.metric not in task.task_type.metrics:
+    if task.own_metrics and is_text:
+        return f"metric_names: {task.own_metrics[0]} given, and a text has no questions; remove it"
+    for name in task.own_metrics:
+        if not is_import_path(name):
+            return f"metric_names: {name!r} given, expected python:package.module:function"
+    if is_own(task.metric) and task.metric not in task.metric_names:
+        return f"metric: {task.metric} is not among metric_names; add it there"
+    if task.metric is not None and task.metric not in (*task.task_type.metrics, *task.own_metrics):
         if is_text:
             return f"metric: {task.metric} given, and a text has {', '.join(task.task_type.metrics)}; remove it"
         return f"metric: {task.metric} needs choices, and a {task.icl_task_type} task has none"

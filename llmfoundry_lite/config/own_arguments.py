@@ -161,8 +161,8 @@ def collect_part_arguments(values: dict[str, Any]) -> None:
     """
     model = values.get("model")
     if isinstance(model, dict):
-        _move_arguments(model.get("ffn_config"), "ffn_type", keys_of(FFNConfig))
-        _move_arguments(model.get("attn_config"), "attn_type", keys_of(AttentionConfig))
+        move_arguments(model.get("ffn_config"), "ffn_type", keys_of(FFNConfig))
+        move_arguments(model.get("attn_config"), "attn_type", keys_of(AttentionConfig))
 
 
 def collect_own_arguments(values: dict[str, Any]) -> None:
@@ -178,11 +178,11 @@ def collect_own_arguments(values: dict[str, Any]) -> None:
     """
     # The user's optimizer or schedule may have an argument of the same name as a key of ours, such as `betas`, so only
     # the first keys stay. All keys of a loader stay, because they may come from a hardware overlay.
-    _move_arguments(values.get("optimizer"), "name", {"name", "lr", "param_groups", "kwargs"})
-    _move_arguments(values.get("scheduler"), "name", {"name", "kwargs"})
+    move_arguments(values.get("optimizer"), "name", {"name", "lr", "param_groups", "kwargs"})
+    move_arguments(values.get("scheduler"), "name", {"name", "kwargs"})
     for block_key in _loader_blocks(values):
         _, loader = find_value(values, block_key)
-        _move_arguments(loader, "name", keys_of(LoaderConfig))
+        move_arguments(loader, "name", keys_of(LoaderConfig))
 
     # The key of a callback or a logger is its import path, and its value is the block of its arguments, or null.
     for block in (values.get("callbacks"), values.get("loggers")):
@@ -194,7 +194,7 @@ def collect_own_arguments(values: dict[str, Any]) -> None:
             block["extra"] = {**(block.get("extra") or {}), **own_objects}
 
 
-def _move_arguments(block: Any, name_key: str, known_keys: Collection[str]) -> None:
+def move_arguments(block: Any, name_key: str, known_keys: Collection[str]) -> None:
     """Move the keys of a block that are not in `known_keys` into its `kwargs`, if it names a user's own object.
 
     `name_key` is the key of the name. Changes the block in place. Blocks of our own objects, and values that are not

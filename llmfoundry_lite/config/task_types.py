@@ -29,6 +29,14 @@ Answer = Literal["choices", "continuation", "generation", "text"]
 - text: there is no question; the probability of a whole text is computed.
 """
 
+METRICS_OF_ANSWER: Mapping[Answer, tuple[str, ...]] = {
+    "choices": METRICS,
+    "continuation": ("acc", BPB),
+    "generation": ("acc", BPB),
+    "text": (BITS,),
+}
+"""How a model answers -> the metrics that the library computes. The first is the one that tables show."""
+
 _QUESTIONS = "llmfoundry_lite.evaluation.questions"
 
 
@@ -46,15 +54,21 @@ class TaskType:
     """Column that each row must have -> its meaning."""
     optional_columns: Mapping[str, str] = field(default_factory=dict)
     """Column that a row may lack -> its meaning."""
-    metrics: tuple[str, ...] = ()
-    """Metrics in its results. The first is the one that tables show, unless `metric` names another."""
     foundry_metric: str | None = None
     """LLM Foundry's metric for the type, which is one of ours by another name."""
     keys: tuple[str, ...] = ()
     """Keys of a task that only this type uses."""
     reader: str | None = None
-    """Address of the class that reads a row of the task's file (`evaluation/questions.py`); None for a text, which has
-    no rows."""
+    """Address of the class that reads a row of the task's file (`evaluation/questions.py`), or the import path of the
+    user's own; None for a text, which has no rows."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Metrics in its results. The first is the one that tables show, unless the task's key `metric` names another.
+
+        Of a user's own class, these are all that it may have.
+        """
+        return METRICS if self.answer is None else METRICS_OF_ANSWER[self.answer]
 
 
 _ALL_TYPES = (
@@ -68,7 +82,6 @@ _ALL_TYPES = (
             "choices": "Two or more texts, one for each answer.",
             "gold": "Number of the right choice, counted from 0.",
         },
-        metrics=METRICS,
         foundry_metric="InContextLearningMultipleChoiceAccuracy",
         keys=("form", "choices_delimiter", "letter_prefix"),
         reader=f"{_QUESTIONS}:MultipleChoice",
@@ -83,7 +96,6 @@ _ALL_TYPES = (
             "continuation": "The text that follows the context.",
             "gold": "Number of the right context, counted from 0.",
         },
-        metrics=METRICS,
         foundry_metric="InContextLearningMultipleChoiceAccuracy",
         reader=f"{_QUESTIONS}:Schema",
     ),
@@ -93,7 +105,6 @@ _ALL_TYPES = (
         scored="The model continues a text. The answer is right if each of its tokens is the likeliest one. LAMBADA "
         "has this form.",
         columns={"context": "The text that is given.", "continuation": "The text that has to follow."},
-        metrics=("acc", BPB),
         foundry_metric="InContextLearningLMAccuracy",
         reader=f"{_QUESTIONS}:LanguageModeling",
     ),
@@ -110,7 +121,6 @@ _ALL_TYPES = (
             "aliases": "More accepted answers, as a list of texts.",
             "chain_of_thought": "Reasoning that an example shows before its answer, with `cot_delimiter` between them.",
         },
-        metrics=("acc", BPB),
         foundry_metric="InContextLearningGenerationExactMatchAccuracy",
         keys=("max_new_tokens", "early_stopping_criteria", "do_normalization", "cot_delimiter"),
         reader=f"{_QUESTIONS}:Generation",
@@ -121,7 +131,6 @@ _ALL_TYPES = (
         scored="Held-out text, scored by its bits per byte. Each line is a document. The file may also be plain text, "
         "which is one document, or the folder of a split that `data prepare` wrote.",
         columns={"text": "The document."},
-        metrics=(BITS,),
     ),
 )
 TASK_TYPES = {task_type.name: task_type for task_type in _ALL_TYPES}

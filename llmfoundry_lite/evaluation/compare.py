@@ -40,7 +40,7 @@ from llmfoundry_lite.evaluation.metrics import (
     refuse_unknown_metric,
 )
 from llmfoundry_lite.evaluation.pairs import Comparison, MetricComparison
-from llmfoundry_lite.evaluation.records import BITS_METRICS, limit_of_trial, lost_text_fraction
+from llmfoundry_lite.evaluation.records import BITS_METRICS, is_own_metric, limit_of_trial, lost_text_fraction
 from llmfoundry_lite.evaluation.results import Results, load_any
 from llmfoundry_lite.evaluation.same_questions import check_same_questions
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Floats
@@ -200,14 +200,18 @@ def _compare_two(
                     _compare_task(task, other_metric, first_results, other_results, smallest_level)
                 )
 
-    # Compare the mean of all accuracies or, if there are none, that of the bits per byte of answers.
-    accuracies = [(task, metric) for task, metric in main_metrics.items() if metric not in BITS_METRICS]
+    # Compare the mean of all accuracies or, if there are none, that of the bits per byte of answers. Numbers of the
+    # user's own code may have any unit, and are in no mean.
+    accuracies: list[tuple[str, str]] = []
+    for task, metric in main_metrics.items():
+        if metric not in BITS_METRICS and not is_own_metric(first_results.tasks[task], metric):
+            accuracies.append((task, metric))
     tasks_in_bpb = [task for task, metric in main_metrics.items() if metric == BPB]
     mean = None
     if len(accuracies) > 1:
         mean = _compare_accuracies(accuracies, first_results, other_results)
     elif not accuracies and len(tasks_in_bpb) > 1:
-        mean = _compare_answer_bits(tasks_in_bpb, first_results, other_results, smallest_level)
+        mean = _compare_means(tasks_in_bpb, BPB, first_results, other_results, smallest_level)
     return Comparison(
         first=first_results.name,
         other=other_results.name,
@@ -222,14 +226,14 @@ def _compare_two(
 def _compare_task(
     task: str, metric: str, first_results: Results, other_results: Results, smallest_level: float
 ) -> MetricComparison:
-    """Compare one task by one metric: a bootstrap for bits per byte, and the score test for an accuracy.
+    """Compare one task by one metric: the score test for an accuracy, and a bootstrap for all others.
 
     `smallest_level` is the lowest level that the p-value may be compared with. The bootstrap makes enough draws for it.
     """
     if metric == BITS:
         return _compare_texts(task, first_results, other_results, smallest_level)
-    if metric == BPB:
-        return _compare_answer_bits([task], first_results, other_results, smallest_level)
+    if metric == BPB or is_own_metric(first_results.tasks[task], metric):
+        return _compare_means([task], metric, first_results, other_results, smallest_level)
     return _compare_accuracies([(task, metric)], first_results, other_results)
 
 
@@ -282,22 +286,23 @@ def compare_weighted(
     )
 
 
-def _compare_answer_bits(
-    tasks: Sequence[str], first_results: Results, other_results: Results, smallest_level: float
+def _compare_means(
+    tasks: Sequence[str], metric: str, first_results: Results, other_results: Results, smallest_level: float
 ) -> MetricComparison:
-    """Compare the bits per byte of the right answers of a task, or their mean over several tasks, by a bootstrap.
+    """Compare the mean of a metric over the items of a task, or its mean over several tasks, by a bootstrap.
 
+    The metric is `bpb`, the bits per byte of right answers, or a number of the user's own code.
     Items, or clusters of them, are drawn, each with the difference of the two models. Where they differ in weight, the
     mean of a draw is the sum of its differences over the sum of its weights. `smallest_level` decides how many draws
     are made.
     """
     weights = weights_of_tasks(tasks)
-    weighted_tasks = [WeightedTask(task, BPB, weight) for task, weight in weights.items()]
+    weighted_tasks = [WeightedTask(task, metric, weight) for task, weight in weights.items()]
     units = collect_units(weighted_tasks, first_results, other_results)
     name = tasks[0] if len(tasks) == 1 else _name_of_mean(tasks)
 
     counts = significance.count(units.differences_u, units.weights_u)
-    generator = np.random.default_rng([significance.SEED, zlib.crc32(f"{name} {BPB}".encode())])
+    generator = np.random.default_rng([significance.SEED, zlib.crc32(f"{name} {metric}".encode())])
     no_difference_u = np.zeros_like(units.differences_u)
     result = significance.difference_of_ratios(
         np.stack([no_difference_u, units.weights_u], axis=1),
@@ -309,11 +314,11 @@ def _compare_answer_bits(
     is_tested = counts.num_effective >= MIN_DOCUMENTS
     return MetricComparison(
         task=name,
-        metric=BPB,
+        metric=metric,
         first=units.first_sum,
         other=units.other_sum,
         difference=result.difference,
-        **_count_won(-units.gains_i),  # fewer bits are better
+        **_count_won(-units.gains_i if metric in BITS_METRICS else units.gains_i),  # fewer bits are better
         **_describe_bootstrap(result, is_tested=is_tested),
         counts=counts,
     )

@@ -8,9 +8,11 @@ from llmfoundry_lite.evaluation.common_items import TextUnits, text_units
 from llmfoundry_lite.evaluation.metrics import has_other_tokenizer
 from llmfoundry_lite.evaluation.pairs import MetricComparison
 from llmfoundry_lite.evaluation.records import (
+    is_own_metric,
     items_with,
     limit_of_trial,
     lost_text_fraction,
+    own_code_of,
 )
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Counts
@@ -122,6 +124,10 @@ def _notes_on_task(comparison: MetricComparison, first_results: Results, other_r
     if limit:
         yield f"only the first {limit:,} items (limit): a try, not a result"
 
+    own_code = own_code_of(first_results.tasks[task])
+    if own_code:
+        yield f"scored by {', '.join(own_code)}, code of its user's own whose version is not recorded"
+
     # Compare facts of the task. Tokens at the beginning of prompts follow from the tokenizer, which has a note already.
     for key, (default, text) in TASK_FACTS.items():
         first_fact = first_results.tasks[task].get(key, default)
@@ -160,7 +166,7 @@ def _notes_on_items(
     """Yield notes on items that only one model was asked, and on how many items are independent.
 
     `counts` has the number of independent units, which are clusters if the items have any, and the effective number,
-    which is smaller if units differ in weight. There is no verdict with fewer than MIN_UNITS or, for bits per byte,
+    which is smaller if units differ in weight. There is no verdict with fewer than MIN_UNITS or, for a bootstrap,
     MIN_DOCUMENTS.
     """
     # Items that only one model has been asked, for instance because they did not fit into the other one's context.
@@ -171,7 +177,8 @@ def _notes_on_items(
     if num_left_out:
         yield f"{num_left_out:,} items that only one could be asked are left out"
 
-    min_units = MIN_DOCUMENTS if comparison.metric == BPB else MIN_UNITS
+    is_bootstrap = comparison.metric == BPB or is_own_metric(first_results.tasks[task], comparison.metric)
+    min_units = MIN_DOCUMENTS if is_bootstrap else MIN_UNITS
     has_clusters = "cluster" in first_results.items[task][0]
     if counts.num_effective < min_units:
         noun = _count(counts.num_units, "cluster" if has_clusters else "item")

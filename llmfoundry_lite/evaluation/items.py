@@ -7,12 +7,14 @@ the results into scores.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.config.eval_schema import LETTERS, TaskConfig, result_name
+from llmfoundry_lite.config.eval_schema import TaskConfig, result_name
 from llmfoundry_lite.config.task_types import Answer
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.questions import answer_of, main_metric_of
 
 SEPARATE = "separate"
 """The tokenization of context and answer by default, and in the evaluations during a training run."""
@@ -66,6 +68,8 @@ class Item:
     or does not fit into the model."""
     has_duplicates: bool = False
     """Two of its options have the same text."""
+    row: Mapping[str, Any] | None = field(default=None, repr=False)
+    """The row of the task's file, for tasks with code of the user's own; otherwise None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,16 +105,12 @@ class PreparedTask:
     @property
     def metric(self) -> str:
         """Name of the main metric, which tables and averages show, such as "acc". Defaults are LLM Foundry's."""
-        if self.config.metric:
-            return self.config.metric
-        if self.config.form == LETTERS:
-            return "acc"  # letters have the same length
-        return self.config.task_type.metrics[0]
+        return main_metric_of(self.config)
 
     @property
-    def answer(self) -> Answer | None:
+    def answer(self) -> Answer:
         """How the model answers."""
-        return self.config.task_type.answer
+        return answer_of(self.config)
 
 
 def fingerprint(content: Any) -> str:

@@ -85,7 +85,7 @@ def metrics_of(record: Record) -> list[str]:
 
     A log of another tool lists them in the record. This library's records have some of METRICS, or those of a text.
     """
-    names = [record["metric"], *record.get("metrics", METRICS)]
+    names = [record["metric"], *record.get("metrics", METRICS), *(record.get("own_metrics") or [])]
     return [name for name in dict.fromkeys(names) if name in record]
 
 

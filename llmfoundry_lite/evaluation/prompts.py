@@ -20,7 +20,7 @@ from typing import Any
 
 from llmfoundry_lite.config.eval_schema import LETTERS, TaskConfig
 from llmfoundry_lite.evaluation.items import fingerprint
-from llmfoundry_lite.evaluation.questions import Question, read_question
+from llmfoundry_lite.evaluation.questions import Question, answer_of, read_question
 from llmfoundry_lite.evaluation.task_files import Row
 
 PUNCTUATION = string.punctuation + "‘’´`"
@@ -76,7 +76,7 @@ def question_fingerprint(config: TaskConfig, row: Row) -> str:
     Answers that a generated one is compared with are left out, because the model does not see them.
     """
     question = read_question(config, row)
-    answers = [""] if config.task_type.answer == "generation" else question.answers
+    answers = [""] if answer_of(config) == "generation" else question.answers
     return fingerprint([question.contexts, answers])
 
 
@@ -299,7 +299,7 @@ DECISIVE_SETTINGS = (
     "metric",
 )
 """Settings of a task on which prompts and scores depend. The names of the task and of its file are not among them."""
-SETTINGS_IF_SET = ("fewshot_split", "has_categories", "cluster")
+SETTINGS_IF_SET = ("fewshot_split", "has_categories", "cluster", "kwargs", "metric_kwargs")
 """Further such settings, which are recorded only if they are set, because recording them always would change the
 fingerprints of older results."""
 SETTINGS_OF_LETTERS = ("form", "choices_delimiter", "letter_prefix")
@@ -315,6 +315,8 @@ def fingerprinted_settings(config: TaskConfig, num_fewshot: int, limit: int | No
     for name in SETTINGS_IF_SET:
         if getattr(config, name):
             settings[name] = getattr(config, name)
+    if config.own_metrics:
+        settings["metric_names"] = config.own_metrics
     if config.form == LETTERS:
         settings |= {name: getattr(config, name) for name in SETTINGS_OF_LETTERS}
     settings["num_fewshot"] = num_fewshot

@@ -10,6 +10,7 @@ from typing import Any
 from llmfoundry_lite.config.task_types import ACCURACIES, BITS, BPB, METRICS, TEXT
 from llmfoundry_lite.data.spelling import KINDS
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.own_code import is_own
 
 Record = dict[str, Any]
 
@@ -44,6 +45,7 @@ TASK = {
     "skipped": dict | None,
     "lost_text": dict | None,
     "over_items": dict | None,
+    "own_metrics": list | None,
 }
 """Keys of a task's record that are checked when it is read.
 
@@ -54,6 +56,7 @@ TASK = {
 - `chance` is the accuracy of a model that guesses; a task without options has none.
 - `skipped` counts items by the reason why they could not be asked.
 - `lost_text` counts characters that the model's tokens do not spell, which bits per byte therefore leave out.
+- `own_metrics` names the numbers that code of the user's own has computed for each item. More is better.
 - `over_items` has, for a task with categories, the mean of each accuracy over all items, and its standard error. The
   accuracy of the record itself is the mean of the categories.
 
@@ -144,6 +147,8 @@ ITEM: dict[str, Callable[[Any], bool]] = {
   right one. For generation they are about the first right answer.
 
 A record also has `task` and `num_trimmed`; for choices `chosen`, `tie` and `has_duplicates`."""
+ITEM_KEYS = {*ITEM, "task", "num_trimmed", "chosen", "tie", "has_duplicates"}
+"""Keys of an item's record that are not numbers of the user's own code."""
 OF_OPTIONS = ("choices", "log_probability", "num_tokens", "num_characters", "num_bytes")
 """Keys of an item's record whose value has an element for each option."""
 
@@ -182,7 +187,12 @@ def _check_record(record: Record, place: str) -> None:
 
     # The main metric and all standard errors must be numbers. `metric` names the former.
     number_keys = [record["metric"], *(key for key in record if key.endswith("_stderr") or key in METRICS)]
-    _check_types(record, dict.fromkeys(number_keys, int | float), place)
+    own_metrics = record.get("own_metrics") or []
+    if not _are_texts(own_metrics):
+        raise DataError(
+            f"{place} has own_metrics {own_metrics!r}, which no result has; evaluate it again with redo=true"
+        )
+    _check_types(record, dict.fromkeys([*number_keys, *own_metrics], int | float), place)
 
     # Only records of other tools, which are made when their logs are read, list their metrics.
     _check_types(record, {"metrics": type(None)}, place)
@@ -249,6 +259,21 @@ def score_of(record: Record) -> tuple[float, float | None]:
 def is_accuracy(record: Record) -> bool:
     """Return whether the task's main metric is an accuracy, and not bits per byte."""
     return record["metric"] in ACCURACIES
+
+
+def is_own_metric(record: Record, metric: str) -> bool:
+    """Return whether code of the user's own has computed a metric. It has no bounds, and more of it is better."""
+    return metric in (record.get("own_metrics") or []) and metric not in METRICS
+
+
+def is_number_of_own_code(value: Any) -> bool:
+    """Return whether a value is a number as the user's own code may compute it for an item."""
+    return _is_within(value, -MAX_MAGNITUDE, MAX_MAGNITUDE)
+
+
+def own_code_of(record: Record) -> list[str]:
+    """Return the import paths of the user's own code that has scored a task: its type and its metrics."""
+    return [name for name in (record["type"], *(record.get("own_metrics") or [])) if is_own(name)]
 
 
 def items_with(items: Sequence[Record], metric: str) -> list[Record]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from llmfoundry_lite.config.task_types import ACCURACIES, BITS, BPB
+from llmfoundry_lite.config.task_types import ACCURACIES, BITS, BPB, METRICS
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.items import Item, PreparedTask
 from llmfoundry_lite.evaluation.means import (
@@ -23,7 +23,16 @@ from llmfoundry_lite.evaluation.means import (
     mean_and_error,
     ratio_error,
 )
-from llmfoundry_lite.evaluation.records import ITEM, MAX_MAGNITUDE, OF_OPTIONS, Record, has_categories, items_with
+from llmfoundry_lite.evaluation.own_scores import list_own_numbers, score_by_own_code
+from llmfoundry_lite.evaluation.records import (
+    ITEM,
+    MAX_MAGNITUDE,
+    OF_OPTIONS,
+    Record,
+    has_categories,
+    is_number_of_own_code,
+    items_with,
+)
 
 if TYPE_CHECKING:  # reading results needs no torch
     from llmfoundry_lite.evaluation.scoring import Score
@@ -68,7 +77,7 @@ def scored_item(task: PreparedTask, item: Item, scores: "Sequence[Score]") -> Re
             "acc_per_byte": [max(count, 1) for count in num_bytes],
         }
         record |= _choose(item, log_probabilities, lengths)
-    return record
+    return record | score_by_own_code(task, item, record, [score.is_greedy for score in scores])
 
 
 def _choose(item: Item, log_probabilities: Sequence[float], lengths: Mapping[str, Sequence[int]]) -> Record:
@@ -135,7 +144,7 @@ def generated_item(
             "num_bytes": [item.gold_request.num_bytes],
             BPB: bits_of_answer(gold_score.log_probability, item.gold_request.num_bytes),
         }
-    return record
+    return record | score_by_own_code(task, item, record)
 
 
 def _question_and_choices(item: Item) -> Record:
@@ -185,7 +194,15 @@ def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Re
     if task.answer == "text":
         record |= _summarise_text(items)
     else:
-        record |= _summarise_answers(task, items, has_categories(record))
+        own_numbers = list_own_numbers(task.config, items) if task.config.own_code else []
+        if own_numbers:
+            record["own_metrics"] = own_numbers
+        record |= _summarise_answers(task, items, own_numbers, has_categories(record))
+        if record["metric"] not in record and record["metric"] not in METRICS:
+            raise DataError(
+                f"{task.name}: {task.kind} has the metric {record['metric']!r}, and its method score returns "
+                f"{', '.join(own_numbers) or 'none'}"
+            )
         if record["metric"] not in record:
             record["metric"] = "acc"  # no right answer of a generation task could be scored, so there is no `bpb`
     if has_categories(record):
@@ -205,11 +222,14 @@ def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Re
     return record
 
 
-def _summarise_answers(task: PreparedTask, items: Sequence[Record], by_category: bool) -> Record:
+def _summarise_answers(
+    task: PreparedTask, items: Sequence[Record], own_numbers: Sequence[str], by_category: bool
+) -> Record:
     """Return the scores in the record of a task of questions, computed from the records of its items.
 
     These are the mean of each accuracy with its standard error, and that of the bits per byte of the right answer; for
     tasks with choices also the accuracy of guessing (`chance`), and for language modelling the perplexity of an answer.
+    `own_numbers` are the names of those that the user's own code has computed.
     With `by_category`, a mean is that of the categories' means, and `over_items` has the means over all items.
     """
     # Every task of questions has `acc`. Tasks with choices also have accuracies that take lengths into account.
@@ -217,7 +237,7 @@ def _summarise_answers(task: PreparedTask, items: Sequence[Record], by_category:
     has_choices = task.answer == "choices"
     accuracies = ACCURACIES if has_choices else ("acc",)
     over_items: Record = {}
-    for metric in (*accuracies, BPB):
+    for metric in (*accuracies, BPB, *own_numbers):
         scored_items = items_with(items, metric)
         if not scored_items:
             continue
@@ -355,6 +375,9 @@ def _recompute_score(record: Record, items: Sequence[Record]) -> float | None:
                 return None
         if not _has_consistent_options(item):
             return None
+        for name in record.get("own_metrics") or []:
+            if not is_number_of_own_code(item[name]):
+                return None
     num_with_cluster = sum("cluster" in item for item in items)
     if 0 < num_with_cluster < len(items):
         return None

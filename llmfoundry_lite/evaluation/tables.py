@@ -21,7 +21,14 @@ from llmfoundry_lite.data.spelling import describe_lost_text
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.means import error_of_sum, weights_of_tasks
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice
-from llmfoundry_lite.evaluation.records import Record, is_accuracy, limit_of_trial, lost_text_fraction, score_of
+from llmfoundry_lite.evaluation.records import (
+    Record,
+    is_accuracy,
+    limit_of_trial,
+    lost_text_fraction,
+    own_code_of,
+    score_of,
+)
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import LEVEL, MIN_DOCUMENTS, z_of
 from llmfoundry_lite.files import write_atomically
@@ -411,6 +418,10 @@ def _describe_irregularities(record: Record) -> Iterator[str]:
         num_irregular = record.get(key)
         if num_irregular:
             yield f"{note.format(f'{num_irregular:,}')}, of {num_items} items"
+
+    own_code = own_code_of(record)
+    if own_code:
+        yield f"scored by {', '.join(own_code)}, code of its user's own"
 
     # Name items or text that the scores leave out.
     if lost_text_fraction(record):

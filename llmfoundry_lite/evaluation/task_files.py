@@ -16,6 +16,8 @@ from llmfoundry_lite.bounded import MAX_LINE_BYTES, MAX_LOG_BYTES, read_at_most,
 from llmfoundry_lite.config.eval_schema import LETTERS, TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.items import EmptyTaskError, fingerprint
+from llmfoundry_lite.evaluation.questions import check_question
+from llmfoundry_lite.own_code import is_own
 
 TEXT_COLUMNS = ("query", "context", "continuation", "answer")
 """Columns that hold one text."""
@@ -45,7 +47,10 @@ def read_rows(config: TaskConfig) -> list[Row]:
 
     # Check the rows before their texts are stripped, so that errors show them as the file has them.
     for number, row in enumerate(rows, start=1):
-        _check_row(row, config, f"{config.label}: {source}, line {number}")
+        place = f"{config.label}: {source}, line {number}"
+        _check_row(row, config, place)
+        if is_own(config.icl_task_type):
+            check_question(config, row, place)
     if config.fewshot_split is not None:
         _check_splits(config, rows)
     return [strip_row(row) for row in rows] if config.strip_dataset else rows

@@ -15,6 +15,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.documents import check_text
 from llmfoundry_lite.evaluation.encoding import Encoding, UnusableItemError, limit_answer_tokens, list_stop_tokens
 from llmfoundry_lite.evaluation.items import EmptyTaskError, Item, PreparedTask, fingerprint
+from llmfoundry_lite.evaluation.own_scores import import_metrics
 from llmfoundry_lite.evaluation.prompts import (
     category_of,
     choose_examples,
@@ -31,7 +32,7 @@ from llmfoundry_lite.evaluation.prompts import (
     render_solution,
     resolve_settings,
 )
-from llmfoundry_lite.evaluation.questions import read_question
+from llmfoundry_lite.evaluation.questions import answer_of, read_question
 from llmfoundry_lite.evaluation.task_files import Row, data_fingerprint, read_rows
 
 
@@ -59,10 +60,11 @@ def prepare_task(
     """
     # Settings that have an effect on prompts go into the fingerprint. They are collected before the length of answers
     # is filled in, because that length depends on the tokenizer.
+    import_metrics(config)
     config = resolve_settings(config, num_fewshot, tokenization)
     num_questions = len(find_question_rows(config, rows, num_fewshot))
     settings = fingerprinted_settings(config, num_fewshot, effective_limit(limit, num_questions))
-    if config.task_type.answer == "generation":
+    if answer_of(config) == "generation":
         stop_tokens = list_stop_tokens(tokenizer)
         if stop_tokens:  # an empty list is not recorded, because it would change the fingerprints of older results
             settings["stop_tokens"] = stop_tokens
@@ -108,6 +110,7 @@ def check_task(
     if config.task_type.answer == "text":
         check_text(config, tokenizer)
         return
+    import_metrics(config)
     rows = read_rows(config)
     config = _with_answer_length(config, rows, tokenizer)
     for num_fewshot in config.num_fewshot:
@@ -117,7 +120,7 @@ def check_task(
 
 def _with_answer_length(config: TaskConfig, rows: list[Row], tokenizer: Tokenizer) -> TaskConfig:
     """Return the task's configuration with `max_new_tokens` filled in, if answers are generated and it is not set."""
-    if config.task_type.answer != "generation" or config.max_new_tokens is not None:
+    if answer_of(config) != "generation" or config.max_new_tokens is not None:
         return config
     return replace(config, max_new_tokens=limit_answer_tokens(config, rows, tokenizer))
 
@@ -205,7 +208,7 @@ def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[
     # Tokenise: a prompt to generate from, or one request for each option.
     accepted_answers: Sequence[str] = ()
     gold_request = None
-    if config.task_type.answer == "generation":
+    if answer_of(config) == "generation":
         requests = [encoding.prompt(preamble, context, config.max_new_tokens or 1) for context in contexts]
         accepted_answers = question.answers
         if not any(clean(config, answer) for answer in accepted_answers):
@@ -233,4 +236,5 @@ def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[
         answers=tuple(accepted_answers),
         gold_request=gold_request,
         has_duplicates=len(distinct_texts) < len(question.choices),
+        row=row if config.own_code else None,
     )

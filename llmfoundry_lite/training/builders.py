@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from llmfoundry_lite import companions, devices
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
-from llmfoundry_lite.config.load_tasks import load_tasks
+from llmfoundry_lite.config.load_tasks import load_tasks, trust_code_of
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, SchedulerConfig
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
@@ -23,6 +23,8 @@ from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.data.tokenizer import LazyTokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.evaluation.items import SEPARATE
+from llmfoundry_lite.evaluation.tasks import check_task
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
@@ -33,6 +35,7 @@ from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding_gradient
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
 from llmfoundry_lite.parallel.precision import PRECISIONS
+from llmfoundry_lite.ranks.exchange import user_errors_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement, Meter, count_tokens
@@ -259,11 +262,28 @@ def build_foundry_callbacks(config: TrainConfig, checkpointing: Checkpointing) -
 
 
 def build_in_context(config: TrainConfig, ranks: DataRanks, model: LanguageModel) -> InContext:
-    """Build the evaluation of in-context tasks (`icl_tasks`) during training. The data ranks divide their items."""
+    """Build the evaluation of in-context tasks (`icl_tasks`) during training. The data ranks divide their items.
+
+    The checks before the launch import no code of the user's own, so tasks that name some are checked here. Raises
+    UserError on all ranks.
+    """
+    tasks = load_tasks(config.icl_tasks, config.icl_task_folder)
+    trust_code_of(tasks)
+    tokenizer = load_tokenizer(config.tokenizer.name)
+    with user_errors_on_all_ranks():
+        for task in tasks:
+            if task.own_code:
+                check_task(
+                    task,
+                    tokenizer,
+                    tokenization=SEPARATE,
+                    max_seq_len=config.model.max_seq_len,
+                    limit=config.icl_limit,
+                )
     return InContext(
         model=model,
-        tokenizer=load_tokenizer(config.tokenizer.name),
-        tasks=load_tasks(config.icl_tasks, config.icl_task_folder),
+        tokenizer=tokenizer,
+        tasks=tasks,
         max_batch_tokens=max(config.eval_batch_size * config.max_seq_len, MIN_TASK_BATCH_TOKENS),
         limit=config.icl_limit,
         ranks=ranks,

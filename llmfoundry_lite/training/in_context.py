@@ -36,9 +36,9 @@ class InContext:
     def evaluate(self, state: State, logger: Logger, leave_if_asked: Callable[[State, Logger], None]) -> None:
         """Run the in-context tasks with the model that is being trained, and log their scores as `eval/icl/...`.
 
-        Collective. For each task, the metrics are its score, the score's standard error, and the perplexity if the task
-        has one; `eval/icl/average` is the mean of the tasks. All ranks call `leave_if_asked` together before each
-        batch. It raises Preempted if this launch must leave.
+        Collective. For each task, the metrics are its score, the score's standard error, the perplexity if the task has
+        one, and numbers of the user's own code; `eval/icl/average` is the mean of the tasks. All ranks call
+        `leave_if_asked` together before each batch. It raises Preempted if this launch must leave.
         """
         was_training = self.model.training
         self.model.eval()
@@ -57,7 +57,8 @@ class InContext:
 
         metrics: dict[str, Any] = {}
         for name, task in results.tasks.items():
-            for metric in (task["metric"], f"{task['metric']}_stderr", "perplexity"):
+            own_metrics = task.get("own_metrics", [])
+            for metric in (task["metric"], f"{task['metric']}_stderr", "perplexity", *own_metrics):
                 if metric in task:
                     metrics[f"eval/icl/{name}/{metric}"] = task[metric]
         if results.average is not None:

@@ -200,8 +200,8 @@ def test_flops_are_known_only_if_each_part_says_its_own(changes, is_known):
 
 def test_the_page_for_users_describes_a_run_that_can_be_built(tmp_path, monkeypatch):
     page = (ROOT / "docs/own-parts.md").read_text()
-    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    [settings] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    settings, *_ = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "mine.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     config = tiny_config(tmp_path / "data")
