@@ -54,6 +54,8 @@ class SourceOptions:
     encoding: str | None = None
     on_error: str | None = None
     val_fraction: float | None = None
+    readers: tuple[str, ...] = ()
+    """Readers of the user's own. Those of the data set are not taken, because naming code must not run it."""
 
 
 def append(

@@ -1,6 +1,6 @@
 """The list of objects that URLs refer to, for `data prepare`.
 
-    list_objects(["s3://bucket/corpus/"], "stop")  ->  ObjectList
+    list_objects(["s3://bucket/corpus/"], "stop", {})  ->  ObjectList
 
 The rules are those of `prepare/listing.py` for local files: kinds by suffix, the order of paths, hidden names ignored,
 and globs. An object is listed with its size and version, and `bucket_files.py` reads that version. A list takes about
@@ -10,14 +10,14 @@ and globs. An object is listed with its size and version, and `bucket_files.py` 
 import glob
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from llmfoundry_engines.bucket_files import Store, call_store, open_store, version_of
 from llmfoundry_lite.errors import DataError, mask_urls
 from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, RemoteFile
-from llmfoundry_lite.prepare.listing import DATASET_FILES, READABLE, SPLITS_FILE, file_kind
+from llmfoundry_lite.prepare.listing import DATASET_FILES, SPLITS_FILE, describe_readable, file_kind
 
 SEPARATOR = b"\0"
 """Byte between the fields of an entry. It sorts before all others, so that entries are in the order of their URLs."""
@@ -58,13 +58,14 @@ class ObjectList:
         return {"files": len(self.entries), "bytes": self.total_bytes, "digest": digest.hexdigest()[:16]}
 
 
-def list_objects(urls: Sequence[str], on_error: str) -> ObjectList:
+def list_objects(urls: Sequence[str], on_error: str, readers: Mapping[str, str]) -> ObjectList:
     """List the objects that URLs refer to, in the order in which they are read.
 
     That is the order of `urls`, and for each of them the order of paths. A URL is the name of an object, of a folder,
     which is listed recursively, or a glob. Hidden names are ignored unless a URL has them.
 
     on_error: "stop" to raise DataError for an object that cannot be read, or "skip" to record it.
+    readers: the user's own readers, by suffix.
 
     Raises DataError if a URL has nothing to read.
     """
@@ -78,7 +79,7 @@ def list_objects(urls: Sequence[str], on_error: str) -> ObjectList:
         for found in without_dataset_files(find_objects(store, url), mask_urls(url)):
             num_found += 1
             file = RemoteFile(f"{store.root_url}/{found.key}", found.num_bytes, found.version)
-            if file_kind(file) is None:
+            if file_kind(file, readers) is None:
                 objects.num_ignored += 1
                 continue
             num_readable += 1
@@ -98,7 +99,7 @@ def list_objects(urls: Sequence[str], on_error: str) -> ObjectList:
             is_pattern = glob.has_magic(url)
             raise DataError(f"{url}: {'no object matches' if is_pattern else 'no such object, and no folder with any'}")
         if num_readable == 0:
-            raise DataError(f"{url}: nothing here can be read; expected {READABLE}")
+            raise DataError(f"{url}: nothing here can be read; expected {describe_readable(readers)}")
         objects.entries += sorted(entries)
     if not objects.entries:
         raise DataError(f"{' '.join(urls)}: no object can be read ({objects.unreadable[0]})")

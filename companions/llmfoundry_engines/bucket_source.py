@@ -17,9 +17,10 @@ def open_bucket(urls: Sequence[str], request: PrepareRequest, stored: Path | Non
     of a piece are asked for. Raises DataError if a URL has nothing to read, and ConfigError if a companion that is
     needed is not installed.
     """
+    readers = request.reader_of_suffix
     stored_objects = load_list(stored, urls, request.on_error) if stored else None
-    objects = stored_objects or list_objects(urls, request.on_error)
-    check_can_read_tables(file for file, _ in objects.files())
+    objects = stored_objects or list_objects(urls, request.on_error, readers)
+    check_can_read_tables((file for file, _ in objects.files()), readers)
     known_states = [objects.describe()]
 
     def describe_state() -> dict[str, str | int]:
@@ -29,7 +30,7 @@ def open_bucket(urls: Sequence[str], request: PrepareRequest, stored: Path | Non
         """
         if stored_objects is not None:
             return stored_objects.describe()
-        return known_states.pop() if known_states else list_objects(urls, request.on_error).describe()
+        return known_states.pop() if known_states else list_objects(urls, request.on_error, readers).describe()
 
     return Source(
         pieces=lambda: file_pieces(objects.files(), objects.total_bytes, request),

@@ -18,6 +18,7 @@ from llmfoundry_engines.prepare_part import prepare_part
 from llmfoundry_engines.scratch import Scratch
 from llmfoundry_engines.status import choose_parts
 from llmfoundry_lite.errors import ConfigError, DataError, TransientDataError, UserError, one_line
+from llmfoundry_lite.own_code import trust_code
 from llmfoundry_lite.prepare.out_folder import PARTIAL, find_finished
 from llmfoundry_lite.prepare.prepare import open_input, progress_bars
 from llmfoundry_lite.prepare.request import PrepareRequest
@@ -151,6 +152,7 @@ def run_part(
             result.lines.append(line)
 
     os.chdir(folder)
+    trust_code(request.reader_of_suffix.values())  # the driver has imported them before
     try:
         prepare_part(
             request, out, part, num_workers=1, max_lost_text=max_lost_text, notify=add_warning, scratch=scratch

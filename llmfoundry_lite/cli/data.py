@@ -14,6 +14,7 @@ import typer
 from llmfoundry_lite import companions
 from llmfoundry_lite.errors import EXIT_INTERRUPTED, printable
 from llmfoundry_lite.files import check_is_path, check_url_spelling
+from llmfoundry_lite.own_code import trust_code
 from llmfoundry_lite.ranks.output import ignore_output_errors
 
 TEXT_CHARACTERS = 48
@@ -33,7 +34,20 @@ ScratchLimit = Annotated[
     typer.Option(metavar="SIZE", help="Maximum size of these files, such as 2gb [default: 4gb, or what is needed]."),
 ]
 
+ReaderOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SUFFIX=python:…", help="A reader of your own for files of a suffix, such as .xml=python:mine:read."
+    ),
+]
+
 data = typer.Typer(help="Prepare training data and show it.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def trusted_readers(readers: list[str] | None) -> tuple[str, ...]:
+    """Return the values of `--reader`, and let the code that they name be imported, because the user has named it."""
+    trust_code(reader.partition("=")[2] for reader in readers or ())
+    return tuple(readers or ())
 
 
 @contextmanager
@@ -91,6 +105,7 @@ def data_prepare(
         typer.Option(help="Share of documents to hold out for validation [default: 0.005; 0.05 for python-stdlib]."),
     ] = None,
     num_workers: Annotated[int | None, typer.Option(min=1, help="Number of processes [default: one per core].")] = None,
+    reader: ReaderOption = None,
     on_error: Annotated[
         Literal["stop", "skip"],
         typer.Option(help="What to do with a document that cannot be read: stop, or skip and count it."),
@@ -139,6 +154,7 @@ def data_prepare(
         text_key=text_keys,
         split=split,
         encoding=encoding,
+        readers=trusted_readers(reader),
         on_error=on_error,
         val_fraction=val_fraction,
         size_limit_bytes=size_limit,
@@ -224,6 +240,7 @@ def data_append(
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split to read of a data set [default: as in OUT].")] = None,
     encoding: Annotated[str | None, typer.Option(help="Encoding of the text [default: as in OUT].")] = None,
+    reader: ReaderOption = None,
     on_error: Annotated[
         Literal["stop", "skip"] | None, typer.Option(help="What to do with a bad document [default: as in OUT].")
     ] = None,
@@ -248,6 +265,7 @@ def data_append(
         "text_key": text_keys,
         "split": split,
         "encoding": encoding,
+        "readers": trusted_readers(reader),
         "on_error": on_error,
         "val_fraction": val_fraction,
     }

@@ -11,6 +11,8 @@ bytes or row groups. A unit of a stream has its content, because a stream cannot
 | lines | the same, .gz .zst or no UTF-8 | a line        | lines, cut while decompressing                     |
 | table | .parquet .arrow                | a row         | row groups or record batches                       |
 | rows  | .csv .tsv, a Hub data set      | a row         | texts of rows                                      |
+
+The kind of files for a reader of the user's own is its import path, `python:…`. A unit is files in a row.
 """
 
 import codecs
@@ -25,6 +27,7 @@ import xxhash
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.errors import DataError, list_names
+from llmfoundry_lite.own_code import is_own
 from llmfoundry_lite.prepare.contents import (
     BLOCK_BYTES,
     ENCODING_ADVICE,
@@ -37,6 +40,7 @@ from llmfoundry_lite.prepare.contents import (
     open_input_file,
     read_text,
 )
+from llmfoundry_lite.prepare.own_readers import read_with
 from llmfoundry_lite.prepare.request import PrepareRequest
 
 T = TypeVar("T")
@@ -63,6 +67,9 @@ MAX_EXAMPLES_PER_UNIT = 10
 FIELD_SEPARATOR = "\n\n"
 """Text between the values of several text keys."""
 
+MAX_DOCUMENTS_OF_FILE = 2**40
+"""In a unit for a reader of the user's own, the first document of file N has the index N times this."""
+
 MISSING = object()
 """Stands for the value of a key that a row does not have. None is the value of a key that is null."""
 
@@ -88,7 +95,7 @@ class Unit:
     """A part of a source: files and a range in a file or, for a stream, the content that was read from it."""
 
     kind: str
-    """How documents are read: `whole`, `lines`, `table` or `rows`. The module's table explains them."""
+    """How documents are read: `whole`, `lines`, `table`, `rows` or `python:…`. The module's table explains them."""
     names: tuple[str | RemoteFile, ...]
     """Paths of files, objects in a bucket, or the name of a stream."""
     num_bytes: int
@@ -120,6 +127,9 @@ class Unit:
         """
         if self.kind == "whole":
             return str(self.names[index])
+        if is_own(self.kind):
+            file_number, number = divmod(index, MAX_DOCUMENTS_OF_FILE)
+            return f"{self.names[file_number]}, document {number + 1}"
         if self.kind != "lines":
             return f"{self.names[0]}, row {self.first_number + index}"
         if self.content is not None:
@@ -218,6 +228,10 @@ def read_values(
             rows = read_table(input_file(unit.names[0]), unit.start, unit.end, text_keys)
             rows = text_if_refused(rows, lambda text: text)
             yield from enumerate(text_of_row(row, text_keys) for row in rows)
+        case kind if is_own(kind):
+            documents = read_with(kind, [input_file(name) for name in unit.names])
+            for file_number, number, text in text_if_refused(documents, lambda text: (0, 0, text)):
+                yield file_number * MAX_DOCUMENTS_OF_FILE + number, text
         case _:  # "rows", whose texts have been read already
             yield from enumerate(unit.content or ())
 

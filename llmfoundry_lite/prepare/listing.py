@@ -10,7 +10,7 @@ followed after the folders beside them, and each folder is read once, so a circl
 
 import glob
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ class Listing:
     """The split to read of a data set that was saved by `datasets`."""
     on_error: str = "stop"
     """Policy for a file that cannot be read: `stop` with an error, or `skip` and record it."""
+    readers: Mapping[str, str] = field(default_factory=dict)
+    """Suffix -> the user's own reader of such files."""
     files: dict[Path, int] = field(default_factory=dict)
     """Path -> size in bytes."""
     num_ignored: int = 0
@@ -70,7 +72,9 @@ class Listing:
         self.record_unreadable(Path(error.filename), error.strerror or str(error))
 
 
-def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
+def list_files(
+    sources: Sequence[str], *, split: str, on_error: str, readers: Mapping[str, str] | None = None
+) -> Listing:
     """List the files that paths, folders (recursively) and globs refer to, in the order in which they are read.
 
     That is the order of `sources`, and within a folder or glob the order of paths. Hidden files and folders are ignored
@@ -78,10 +82,11 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
 
     split: the split to read of data sets that were saved by `datasets`.
     on_error: "stop" to raise DataError for a file or folder that cannot be read, or "skip" to record it.
+    readers: the user's own readers, by suffix.
 
     Returns a listing of at least one file. Raises DataError if a source has nothing to read.
     """
-    listing = Listing(split=split, on_error=on_error)
+    listing = Listing(split=split, on_error=on_error, readers=readers or {})
     path_of_inode: dict[tuple[int, int], Path] = {}  # (device, inode) -> path under which the file is read
     for source in sources:
         # Check the files of the source. Links come last, so that a file is read under its own name.
@@ -94,11 +99,13 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
                 new_files.append((path, size))
 
         # Each source must have something to read.
-        if not any(map(is_readable_kind, paths)) and not listing.unreadable:
+        has_readable = any(is_readable_kind(path, listing.readers) for path in paths)
+        if not has_readable and not listing.unreadable:
+            readable = describe_readable(listing.readers)
             is_empty = not paths and listing.num_ignored == num_ignored_before
             if is_empty:
-                raise DataError(f"{source} is an empty folder; expected files: {READABLE}")
-            raise DataError(f"{source}: nothing here can be read; expected {READABLE}")
+                raise DataError(f"{source} is an empty folder; expected files: {readable}")
+            raise DataError(f"{source}: nothing here can be read; expected {readable}")
         listing.files |= sorted(new_files, key=lambda item: item[0].as_posix())
 
     if not listing.files:
@@ -120,7 +127,7 @@ def _check_file(path: Path, listing: Listing, path_of_inode: dict[tuple[int, int
         is_link = os.path.islink(path)
         listing.record_unreadable(path, f"it is {describe_dead_link(path)}" if is_link else "No such file or directory")
         return None
-    if not is_readable_kind(path):
+    if not is_readable_kind(path, listing.readers):
         listing.num_ignored += 1
         return None
     if not os.access(path, os.R_OK):
@@ -139,23 +146,31 @@ def _check_file(path: Path, listing: Listing, path_of_inode: dict[tuple[int, int
     return status.st_size
 
 
-def file_kind(path: InputFile) -> str | None:
+def file_kind(path: InputFile, readers: Mapping[str, str]) -> str | None:
     """Return the kind of a file by its suffix: "whole", "lines", "csv" or "table", as in SUFFIXES.
 
+    `readers` are the user's own readers by suffix. The kind of a file that one of them reads is its import path.
     `log.jsonl` and `log.jsonl.gz` are "lines". Returns None for files that are not supported, including compressed
     tables such as `rows.parquet.gz`.
     """
     is_compressed = path.suffix in COMPRESSED_SUFFIXES
     suffix = "".join(path.suffixes[-2:-1]) if is_compressed else path.suffix
+    if suffix in readers:
+        return readers[suffix]
     for kind, suffixes in SUFFIXES.items():
         if suffix in suffixes:
             return None if is_compressed and kind == "table" else kind
     return None
 
 
-def is_readable_kind(path: Path) -> bool:
-    """Return whether a path is a regular file of a supported kind."""
-    return file_kind(path) is not None and os.path.isfile(path)
+def is_readable_kind(path: Path, readers: Mapping[str, str]) -> bool:
+    """Return whether a path is a regular file of a supported kind. `readers` are as in `file_kind`."""
+    return file_kind(path, readers) is not None and os.path.isfile(path)
+
+
+def describe_readable(readers: Mapping[str, str]) -> str:
+    """Return the kinds of files that can be read, for errors. `readers` are as in `file_kind`."""
+    return "; ".join([READABLE, *(f"{suffix} by {name}" for suffix, name in readers.items())])
 
 
 def expand_source(source: str, listing: Listing) -> Iterable[Path]:

@@ -84,7 +84,9 @@ def describe_difference(stored: dict[str, Any], current: dict[str, Any]) -> str 
     version of the work in progress, PARTIAL_VERSION. A record that was stored before a field of the request existed has
     its default.
     """
-    defaults = {field.name: field.default for field in fields(PrepareRequest)}
+    defaults: dict[str, Any] = {}
+    for field in fields(PrepareRequest):
+        defaults[field.name] = [*field.default] if isinstance(field.default, tuple) else field.default  # as JSON has it
     for key, value in current.items():
         stored_value = stored.get(key, defaults.get(key))
         if stored_value == value:

@@ -3,6 +3,7 @@
 `WorkOptions` are the other options of the command, which do not decide the result.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,6 +63,9 @@ class PrepareRequest:
     """How documents become samples: `concat` concatenates and cuts them, `best-fit` puts whole documents into samples
     and pads these; see `best_fit.py`."""
 
+    readers: tuple[str, ...] = ()
+    """Readers of the user's own for files of some suffixes: `.xml=python:package.module:function`."""
+
     def __post_init__(self) -> None:
         """Raise DataError for a value that is not valid. The error names the option of the command.
 
@@ -92,6 +96,13 @@ class PrepareRequest:
             check_compression(self.compression)
         if self.encoding is not None:
             check_encoding(self.encoding)
+        for reader in self.readers:
+            if not re.fullmatch(r"\.\w+=python:\w+(\.\w+)*:\w+", reader):
+                raise DataError(
+                    f"--reader {reader}: expected SUFFIX=python:package.module:function, such as .xml=python:mine:read"
+                )
+        if len(self.reader_of_suffix) < len(self.readers):
+            raise DataError(f"--reader {' '.join(self.readers)}: expected one for each suffix")
         if self.tokenizer.startswith(TRAIN_PREFIX) and not self.tokenizer.removeprefix(TRAIN_PREFIX).isdecimal():
             raise DataError(f"--tokenizer {self.tokenizer}: expected train:VOCAB_SIZE, for example train:4096")
 
@@ -99,6 +110,11 @@ class PrepareRequest:
     def text_keys(self) -> tuple[str, ...]:
         """The keys of `text_key` as a tuple, also if it is a single key."""
         return (self.text_key,) if isinstance(self.text_key, str) else self.text_key
+
+    @property
+    def reader_of_suffix(self) -> dict[str, str]:
+        """Suffix of a file, such as `.xml` -> import path of the user's own reader for it."""
+        return dict(reader.split("=", 1) for reader in self.readers)
 
 
 def check_encoding(encoding: str) -> None:

@@ -9,6 +9,7 @@ pieces. `listing.py` finds the files. `documents.py` defines a unit, and reads i
 | piece                                          | units                        |
 |------------------------------------------------|------------------------------|
 | small text files in a row                      | one                          |
+| files in a row, for a reader of the user's own | one                          |
 | a byte range of a plain file of lines          | one                          |
 | a file of lines, compressed or not in UTF-8    | one or more, with its lines  |
 | a table: csv, parquet, arrow                   | one or more                  |
@@ -29,9 +30,11 @@ from typing import Any
 from llmfoundry_lite import companions
 from llmfoundry_lite.errors import DataError, mask_urls
 from llmfoundry_lite.files import guess_url
+from llmfoundry_lite.own_code import is_own
 from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, InputFile, UnreadableText, read_lines
 from llmfoundry_lite.prepare.documents import Unit, group_by_size, input_name, text_if_refused
 from llmfoundry_lite.prepare.listing import Listing, file_kind, list_files
+from llmfoundry_lite.prepare.own_readers import import_readers
 from llmfoundry_lite.prepare.request import PrepareRequest
 
 PYTHON_STDLIB = "python-stdlib"
@@ -126,6 +129,7 @@ def open_source(request: PrepareRequest, stored_list: Path | None = None) -> Sou
 
     Raises DataError if there is nothing to read, and ConfigError if a companion that is needed is not installed.
     """
+    import_readers(request.reader_of_suffix.values())
     sources = [source for source in request.sources if source]
     if not sources:
         raise DataError(f"no source given; expected {PYTHON_STDLIB}, {HUB_PREFIX}NAME, or files, folders and globs")
@@ -148,8 +152,9 @@ def open_source(request: PrepareRequest, stored_list: Path | None = None) -> Sou
         return open_hub(special_sources[0].removeprefix(HUB_PREFIX), request)
 
     # Local files.
-    listing = list_files(sources, split=request.split, on_error=request.on_error)
-    check_can_read_tables(listing.files)
+    readers = request.reader_of_suffix
+    listing = list_files(sources, split=request.split, on_error=request.on_error, readers=readers)
+    check_can_read_tables(listing.files, readers)
     total_bytes = sum(listing.files.values())
     return Source(
         pieces=lambda: file_pieces(listing.files.items(), total_bytes, request),
@@ -160,13 +165,14 @@ def open_source(request: PrepareRequest, stored_list: Path | None = None) -> Sou
     )
 
 
-def check_can_read_tables(files: Iterable[InputFile]) -> None:
+def check_can_read_tables(files: Iterable[InputFile], readers: Mapping[str, str]) -> None:
     """Raise ConfigError if there are tables, and the companion that reads them is not installed.
 
+    `readers` are the user's own readers by suffix, which may read such files instead.
     A worker would raise it later.
     """
     for file in files:
-        if file_kind(file) in TABLES:
+        if file_kind(file, readers) in TABLES:
             companions.require("llmfoundry_formats", f"{file}: rows of CSV, parquet and arrow")
             return
 
@@ -255,15 +261,16 @@ def file_pieces(files: Iterable[tuple[InputFile, int]], total_bytes: int, reques
     files: the files, and the size in bytes of each.
     total_bytes: size of all files.
 
-    Several small text files share a piece. A plain UTF-8 file of lines is cut into byte ranges. Every other file is a
-    piece of its own, because only reading it shows where it can be cut.
+    Several small text files share a piece, and so do files for a reader of the user's own. A plain UTF-8 file of lines
+    is cut into byte ranges. Every other file is a piece of its own, because only reading it shows where it can be cut.
 
     Consecutive files of one kind are cut together, so that text files share pieces only with those beside them.
     """
     target = choose_unit_bytes(total_bytes)
-    for kind, files_of_kind in itertools.groupby(files, key=lambda item: file_kind(item[0])):
-        if kind == "whole":
-            yield from whole_pieces(files_of_kind, target)
+    readers = request.reader_of_suffix
+    for kind, files_of_kind in itertools.groupby(files, key=lambda item: file_kind(item[0], readers)):
+        if kind == "whole" or is_own(kind):
+            yield from whole_pieces(files_of_kind, target, kind=str(kind))
             continue
         for path, size in files_of_kind:
             is_cut_when_read = kind in TABLES or path.suffix in COMPRESSED_SUFFIXES or request.encoding
@@ -300,17 +307,20 @@ def range_pieces(path: InputFile, size: int, target_bytes: int) -> Iterator[Piec
 
 
 def whole_pieces(
-    files: Iterable[tuple[InputFile, int]], target_bytes: int, modules: Mapping[str, str] | None = None
+    files: Iterable[tuple[InputFile, int]],
+    target_bytes: int,
+    modules: Mapping[str, str] | None = None,
+    kind: str = "whole",
 ) -> Iterator[Piece]:
-    """Group consecutive text files into pieces of at least `target_bytes`. The last piece may be smaller.
+    """Group consecutive files that are read whole into pieces of at least `target_bytes`. The last one may be smaller.
 
-    `files` are files and their sizes in bytes. `modules` are the top-level modules of the files of the standard
-    library, by path.
+    `files` are files and their sizes in bytes, and `kind` is the kind of their units. `modules` are the top-level
+    modules of the files of the standard library, by path.
     """
     for group, group_bytes in group_by_size(files, lambda file: file[1], target_bytes):
         names = tuple(input_name(path) for path, _ in group)
         unit_modules = tuple(modules[str(name)] for name in names) if modules else ()
-        unit = Unit(kind="whole", names=names, num_bytes=group_bytes, modules=unit_modules)
+        unit = Unit(kind=kind, names=names, num_bytes=group_bytes, modules=unit_modules)
         yield piece_of_one_unit(unit)
 
 

@@ -34,6 +34,7 @@ from llmfoundry_lite.data.spelling import LostText, Speller, describe_lost_text
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.own_code import trust_code
 from llmfoundry_lite.prepare.documents import SKIP_REASONS, Skipped, Unit, read_documents
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import Piece, Source
@@ -353,6 +354,7 @@ def start_worker(request: PrepareRequest, partial: Path, is_fast: bool) -> None:
         os._exit(1)
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
+    trust_code(request.reader_of_suffix.values())  # the parent has imported them before
     global _files_of_worker
     _files_of_worker = TokenFiles(request, partial, load_tokenizer(partial / "tokenizer"), is_fast=is_fast)
 
