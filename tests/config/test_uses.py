@@ -202,7 +202,8 @@ ALWAYS = {
         log_to_console export_at_end python_log_level variables metadata stragglers console_format alerts
         metrics_port""",
     # `_build_task` refuses the others that a task's type does not have.
-    "TaskConfig": "label icl_task_type dataset_uri num_fewshot fewshot_split metric has_categories cluster form",
+    "TaskConfig": "label icl_task_type dataset_uri num_fewshot fewshot_split metric metric_names has_categories "
+    "cluster form",
 }
 """Block -> keys that have an effect wherever they stand, or whose rule the comment names."""
 
@@ -305,6 +306,8 @@ def test_a_constant_schedule_has_no_end_to_compare_a_warm_up_with():
 TEXT = "the text of a perplexity task has no prompts"
 WRITES_NOTHING = "a language_modeling task generates nothing"
 TASKS = {
+    "kwargs: {a: 1}": "only a type of your own is given them, and icl_task_type is language_modeling",
+    "metric_kwargs: {a: {b: 1}}": "metric_names has no metric of your own",
     "max_new_tokens: 5": WRITES_NOTHING,
     "early_stopping_criteria: [a]": WRITES_NOTHING,
     "do_normalization: false": WRITES_NOTHING,

@@ -732,7 +732,7 @@ def test_llm_foundrys_task_lists_load_unchanged(tmp_path):
         ("num_fewshot: [-1]", "num_fewshot: [-1] given, expected one number or more, 0 or above"),
         (
             "metric: accuracy",
-            "metric: 'accuracy' is not known; expected acc_per_token, acc, acc_norm, acc_per_byte or bpb",
+            "metric: 'accuracy' is not known; expected acc_per_token, acc, acc_norm, acc_per_byte, bpb or python:",
         ),
         ("tokenization: apart", "tokenization: 'apart' is not known; expected separate or joint"),
         ("icl_task_type: perplexity\n  cluster: x", "cluster: 'x' given, but documents are a text's clusters"),

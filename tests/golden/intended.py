@@ -17,6 +17,7 @@ INTENDED: dict[str, str] = {
     "commands/plan/*": "a dimension has one name; days are said to be of steps, saves and failures",
     "commands/init/*": "intervals, the launch and the log follow the length of the run; comments are rewritten",
     "data/*/files": "val/text.jsonl is written",
+    "data/*/summary": "the request says how samples are packed, and which readers of one's own there are",
     "errors/command/eval-no*": "a run's own text is a task; fetching is a script",
     "errors/command/init-size": "other sizes are taken",
     "runs/bf16/*": "angles of RoPE stay fp32 where FSDP2 computes in 16 bits, as on one device",
