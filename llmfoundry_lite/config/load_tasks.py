@@ -157,11 +157,15 @@ def list_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
 
 
 def find_available_tasks(task_folder: str) -> list[str]:
-    """Return the names of the tasks in a folder whose data is on this machine."""
+    """Return the names of the tasks in a folder whose data is on this machine.
+
+    Tasks that name code are left out, because the folder may be somebody else's. A user who names such a task runs it.
+    """
     names = []
     for path in sorted(find_task_folder(task_folder).glob("*.yaml")):
         tasks_of_file = load_tasks([str(path)], task_folder)
-        if all(exists(task.dataset_uri) for task in tasks_of_file):
+        names_code = any(task.own_code for task in tasks_of_file)
+        if not names_code and all(exists(task.dataset_uri) for task in tasks_of_file):
             names.append(path.stem)
     return names
 

@@ -93,7 +93,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = train_tokenizer(["the cat sat on a mat and the dog ran over a hill 1 2 3"] * 3, 300)
     tokenizer.save("tokenizer")
-    sizes = {"d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64, "vocab_size": 384}
+    sizes: Any = {"d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64, "vocab_size": 384}
     config = ModelConfig(**sizes, no_bias=True, attn_config=AttentionConfig(alibi=True))
     for seed, name in enumerate(("ours", "theirs")):
         torch.manual_seed(seed)
@@ -240,6 +240,14 @@ def test_results_of_a_stranger_with_other_numbers_are_refused(here):
         path.write_text(json.dumps(written))
         with pytest.raises(DataError, match=r"which no result has|are not those|expected names"):
             load_results([path])
+
+
+def test_a_task_with_code_that_is_only_found_in_a_folder_is_left_out(here):
+    plain = {"label": "plain", "icl_task_type": "perplexity", "dataset_uri": "rhymes.txt"}
+    Path("rhymes.txt").write_text("the cat sat on a mat")
+    Path("evals/plain.yaml").write_text(json.dumps(plain))
+    (results,) = launch_eval.launch(["models.ours=ours"])
+    assert [*results.tasks] == ["plain/0-shot"] and rhymes()["icl_task_type"].split(":")[1] not in sys.modules
 
 
 def test_prompts_of_a_type_of_the_users_own_are_shown(here, capsys):
