@@ -43,6 +43,7 @@ BENCHMARKS = {
     "eval-within": ("eval.within", "Our model inside lm-evaluation-harness, beside its own."),
     "intervals": ("intervals", "How often `compare`'s intervals cover, by simulation."),
     "seeds": ("seeds", "How often `compare` of recipes with several runs errs, by simulation."),
+    "mup": ("mup", "The best learning rate of three widths, with muP and without."),
     "ladder": ("ladder.ladder", "A scaling law of small models, the next size predicted, comparisons."),
     "averages": ("ladder.averages", "What the mean of a run's last checkpoints gains."),
     "switch": ("switch.switch", "Is a run that switches between clusters the same run?"),

@@ -18,6 +18,7 @@ from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.data_stages import distinct_streams, first_batches
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.mup import initial_std_factor, learning_rate_factor, updates_of
 from llmfoundry_lite.config.parameter_groups import divide_parameters
 from llmfoundry_lite.config.scalars import FromEnvironment
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
@@ -77,6 +78,7 @@ def describe_launch(
         f"model FLOPs    {flops}",
         *_with_heading("own parts", _describe_own_parts(model)),
         *_with_heading("loss", _describe_own_loss(config)),
+        *_with_heading("muP", _describe_mup(config)),
         *_with_heading("devices", describe_layout(layout)),
         *_with_heading("batch", _describe_batch(config, layout)),
         *_with_heading("batches", _describe_batch_sizes(config, layout, findings)),
@@ -186,6 +188,49 @@ def _describe_own_loss(config: TrainConfig) -> list[str]:
     arguments = as_dict(config)["model"].get("loss_kwargs", {})
     words = ", ".join([name, *(f"{key} {value}" for key, value in arguments.items())])
     return [f"{words}: counted as cross-entropy in memory and FLOPs, because a dry run imports no code"]
+
+
+def _describe_mup(config: TrainConfig) -> list[str]:
+    """Return the table of muP: initial weights and learning rates beside the base model's, and multipliers.
+
+        m = 4, width 256 over the base width 64
+        kind     parameters              initial std   learning rate   multiplier
+        input    embeddings              x 1           0.01            x 1
+        hidden   matrices of the blocks  x 0.5         0.0025          scores of attention x 0.25
+        vector   norms, biases           x 1           0.01
+        output   tied to the input                                     logits x 0.25
+
+    Empty without muP.
+    """
+    model = config.model
+    if model.mup is None:
+        return []
+    width_mult = model.width_mult
+    rates = {}
+    for kind in ("input", "hidden", "vector", "output"):
+        base_rate = config.optimizer.lr if kind == "hidden" else config.optimizer.adamw_lr or config.optimizer.lr
+        rates[kind] = f"{base_rate * learning_rate_factor(kind, width_mult, updates_of(config.optimizer)):g}"
+    scale = model.softmax_scale or model.head_dim**-0.5
+    output = ("lm_head", "x 1", rates["output"])
+    if model.tie_word_embeddings:
+        output = ("tied to the input", "", "")
+
+    rows = [
+        ("kind", "parameters", "initial std", "learning rate", "multiplier"),
+        ("input", "embeddings", "x 1", rates["input"], f"x {model.embedding_multiplier:g}"),
+        (
+            "hidden",
+            "matrices of the blocks",
+            f"x {initial_std_factor('hidden', width_mult):.4g}",
+            rates["hidden"],
+            f"scores of attention x {scale:.4g}",
+        ),
+        ("vector", "norms, biases", "x 1", rates["vector"], ""),
+        ("output", *output, f"logits x {model.logit_multiplier or 1:.4g}"),
+    ]
+    title = f"m = {width_mult:g}, width {model.d_model} over the base width {model.mup.base_width}"
+    lines = [f"{kind:<9}{names:<24}{std:<14}{rate:<16}{multiplier}" for kind, names, std, rate, multiplier in rows]
+    return [title, *(line.rstrip() for line in lines)]
 
 
 def _describe_batch(config: TrainConfig, layout: Layout) -> list[str]:

@@ -93,6 +93,29 @@ def bench_scaling(
     run(parse_counts(devices), shape, seq_len, batch_size, dtype, num_steps, num_rounds, overrides or (), out)
 
 
+@bench.command("mup")
+def bench_mup(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="RUN.yaml", help="A run: YAML files or names, then key=value.")
+    ],
+    widths: Annotated[str, typer.Option(help="Values of d_model, separated by commas.")] = "64,128,256,512",
+    grow: Annotated[str, typer.Option(help="What grows with the width: heads, or head_dim.")] = "heads",
+    num_steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 6,
+    num_samples: Annotated[int, typer.Option(min=1, help="Samples in the batch.")] = 4,
+    seq_len: SampleTokens = 64,
+    num_seeds: Annotated[int, typer.Option(min=1, help="Seeds whose mean is reported.")] = 1,
+    out: Annotated[Path | None, out_folder("Folder for mup.json, mup.md and mup.png.")] = None,
+) -> None:
+    """Check that activations do not grow with the width, with muP.
+
+    Trains the run's model at several widths for a few steps on random tokens, on the CPU, with muP and without.
+    """
+    from llmfoundry_lite.cli.options import parse_counts
+    from llmfoundry_machines.bench.mup import run
+
+    run(arguments, parse_counts(widths), grow, num_steps, num_samples, seq_len, num_seeds, out)
+
+
 @bench.command("compare")
 def bench_compare(
     first: Annotated[Path, typer.Argument(metavar="FIRST", help="JSON file that a bench wrote with --out.")],

@@ -20,5 +20,6 @@ COMPANION = Companion(
         "bench seqlen --lengths 2048,8192 --out measured",
         "bench accumulation --microbatches 1,2,4 --out measured",
         "bench memory --out measured",
+        "bench mup mpt-quickstart --widths 64,128,256 --out measured",
     ),
 )

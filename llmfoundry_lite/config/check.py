@@ -44,6 +44,7 @@ def check_together(config: TrainConfig, layers: Sequence[ConfigLayer] = ()) -> N
         _check_batch_sizes(config)
         refuse_unused_keys(config)
         _check_optimizer(config.optimizer, config.sharding)
+        _check_mup(config)
         raise_first_problem(config.sharding.problems(), "fsdp_config")
         if config.alerts is not None:
             raise_first_problem(config.alerts.problems(), "alerts")
@@ -259,6 +260,16 @@ def _check_stages(loader: LoaderConfig, block: str, config: TrainConfig) -> None
 
 
 # ------------------------------------------------------------------------------- optimizer, FSDP, compilation
+
+
+def _check_mup(config: TrainConfig) -> None:
+    """Raise ConfigError for muP with the user's own optimizer, whose updates may depend on the width in any way."""
+    name = config.optimizer.name
+    if config.model.mup is not None and is_own(name):
+        raise ConfigError(
+            f"model.mup: does not know how the updates of optimizer.name: {name} depend on the width; use "
+            f"{join_with_or([*OPTIMIZERS])}, or remove mup"
+        )
 
 
 def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:

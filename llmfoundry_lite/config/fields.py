@@ -368,7 +368,7 @@ def as_yaml(value: Any) -> Any:
 
 
 def without_empty(values: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Return nested dictionaries without those of the dotted keys that hold an empty dictionary.
+    """Return nested dictionaries without those of the dotted keys that hold an empty dictionary or None.
 
     >>> without_empty({"norm_type": "rmsnorm", "norm_kwargs": {}}, ["norm_kwargs", "ffn_config.kwargs"])
     {'norm_type': 'rmsnorm'}
@@ -377,12 +377,10 @@ def without_empty(values: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]
     for key in keys:
         name, _, inner_key = key.partition(".")
         value = kept.get(name)
-        if not isinstance(value, dict):
-            continue
-        if inner_key:
+        if inner_key and isinstance(value, dict):
             kept[name] = without_empty(value, [inner_key])
-        elif not value:
-            del kept[name]
+        elif not inner_key and value in ({}, None):
+            kept.pop(name, None)
     return kept
 
 

@@ -23,6 +23,7 @@ from llmfoundry_lite.config.fields import (
     validator,
     without_empty,
 )
+from llmfoundry_lite.config.mup import MupConfig
 from llmfoundry_lite.errors import join_with_or
 from llmfoundry_lite.own_code import is_own
 
@@ -31,10 +32,10 @@ MIN_FLEX_HEAD_DIM = 16
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Keys of rope_hf_config that only the type llama3 reads."""
 NORMS = "low_precision_layernorm layernorm low_precision_rmsnorm rmsnorm python:"
-ARGUMENTS_OF_OWN_PARTS = (
-    *("norm_kwargs", "attn_config.kwargs", "attn_config.norm_kwargs", "ffn_config.kwargs", "loss_kwargs"),
+RECORDED_IF_GIVEN = (
+    *("norm_kwargs", "attn_config.kwargs", "attn_config.norm_kwargs", "ffn_config.kwargs", "loss_kwargs", "mup"),
 )
-"""Keys of the block `model` that a record has only if a part of the user's own is given arguments."""
+"""Keys of the block `model` that a record has only if they are given, because earlier releases do not know them."""
 MAX_TRIED_DIVISOR = 2**20
 """Largest number that `divisors` tries, because a YAML may have any number and a longer search would take seconds."""
 
@@ -375,6 +376,9 @@ class ModelConfig:
     norm_kwargs: dict[str, Any] = setting(dict, uses=(OWN_NORM,))
     """Arguments of a `python:` norm."""
     tie_word_embeddings: bool = True
+    mup: MupConfig | None = None
+    """Scale initial weights, learning rates and logits with the width, so that a learning rate found for a narrow model
+    is right for a wide one (docs/mup.md)."""
     loss_fn: str = setting(
         "auto",
         choices="auto fused_crossentropy torch_crossentropy python:",
@@ -419,6 +423,11 @@ class ModelConfig:
             yield "logit_scale: 0 given, which makes every token as likely as any other; remove it or give a number"
         for problem in self.init_config.problems():
             yield f"init_config.{problem}"
+        if self.mup is not None and self.attn_config.head_dim is None and self.mup.base_width % self.base_head_dim:
+            yield (
+                f"mup.base_head_dim: the base model, of width {self.mup.base_width}, has no whole number of heads of "
+                f"{self.base_head_dim}; give the width of its heads"
+            )
 
     @property
     def own_parts(self) -> dict[str, str]:
@@ -469,6 +478,45 @@ class ModelConfig:
         """Width of all keys together; the values have the same."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def width_mult(self) -> float:
+        """Width over that of muP's base model; 1 without muP."""
+        return 1.0 if self.mup is None else self.d_model / self.mup.base_width
+
+    @property
+    def base_head_dim(self) -> int:
+        """Width of each head in muP's base model; as here without muP."""
+        base_head_dim = None if self.mup is None else self.mup.base_head_dim
+        return base_head_dim or self.head_dim
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """Factor of the products of queries and keys; None for 1 / sqrt(head dimension).
+
+        With muP, `attn_config.softmax_scale` or its default is the base model's, and wider heads divide it.
+        """
+        scale = self.attn_config.softmax_scale
+        if self.base_head_dim == self.head_dim:
+            return scale
+        if scale is None:
+            scale = 1.0 / math.sqrt(self.base_head_dim)
+        return scale * self.base_head_dim / self.head_dim
+
+    @property
+    def logit_multiplier(self) -> float | None:
+        """Factor of the logits; None leaves them as they are. With muP, `logit_scale` is that of the base model."""
+        scale = self.logit_scale
+        if isinstance(scale, str):  # inv_sqrt_d_model, the only name that the configuration accepts
+            scale = 1.0 / math.sqrt(self.d_model / self.width_mult)
+        if self.width_mult == 1:
+            return scale
+        return (1.0 if scale is None else scale) / self.width_mult
+
+    @property
+    def embedding_multiplier(self) -> float:
+        """Factor of the embeddings where they enter the first block."""
+        return 1.0 if self.mup is None else self.mup.embedding_mult
+
     def stacked_rows(self, name: str) -> tuple[int, ...]:
         """Return the numbers of rows of q, k and v in the parameter `name`, if it stacks them in one matrix.
 
@@ -511,7 +559,7 @@ class ModelConfig:
 def as_record(config: ModelConfig) -> dict[str, Any]:
     """Return a model's configuration as a manifest records it.
 
-    A model without parts of the user's own is recorded as releases did that had no such parts, so that they can read
-    it.
+    A model without parts of the user's own and without muP is recorded as releases did that had none, so that they can
+    read it.
     """
-    return without_empty(as_yaml(config), ARGUMENTS_OF_OWN_PARTS)
+    return without_empty(as_yaml(config), RECORDED_IF_GIVEN)

@@ -31,7 +31,7 @@ from llmfoundry_lite.config.fields import (
     without_empty,
     without_our_keys,
 )
-from llmfoundry_lite.config.model_schema import ARGUMENTS_OF_OWN_PARTS, ModelConfig
+from llmfoundry_lite.config.model_schema import RECORDED_IF_GIVEN, ModelConfig
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, SchedulerConfig
 from llmfoundry_lite.config.scalars import FromEnvironment, map_texts
 from llmfoundry_lite.config.sharding_schema import (
@@ -574,5 +574,5 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
         values["optimizer"].pop("param_groups")
 
     # A run without parts of the user's own is recorded as earlier releases did, so that they can read it.
-    arguments = [f"model.{key}" for key in ARGUMENTS_OF_OWN_PARTS]
-    return without_empty(values, [*arguments, "scheduler.kwargs", "loggers.extra"])
+    later_keys = [f"model.{key}" for key in RECORDED_IF_GIVEN]
+    return without_empty(values, [*later_keys, "scheduler.kwargs", "loggers.extra"])

@@ -38,6 +38,7 @@ from llmfoundry_lite.convert.hf_format import (
 )
 from llmfoundry_lite.convert.hf_formats import LLAMA, QWEN2, choose_format
 from llmfoundry_lite.convert.hf_formats import MPT as MPT_FORMAT
+from llmfoundry_lite.convert.multipliers import fold_multipliers, without_multipliers
 from llmfoundry_lite.convert.tokenizer_proof import find_difference
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.data.tokenizer_files import has_vocabulary
@@ -75,7 +76,8 @@ def export_model(
     dtype: fp32 or bf16.
 
     Settings that only matter to training are kept if the format has a key for them: dropout, `embedding_fraction`,
-    `attn_uses_sequence_id`, initialisation, and whether q, k and v are one matrix.
+    `attn_uses_sequence_id`, initialisation, and whether q, k and v are one matrix. The multipliers of muP are folded
+    into the weights.
 
     Returns a note on what a user may not expect, or None. Raises ExportError.
     """
@@ -87,6 +89,10 @@ def export_model(
         raise ExportError(f"{folder}: dtype {dtype!r} given, expected {' or '.join(DTYPES)}")
     check_tensors(state_dict, parameter_shapes(config), str(folder))
     torch_dtype = DTYPES[dtype]
+
+    # No format has the multipliers of muP.
+    state_dict = fold_multipliers(state_dict, config)
+    config = without_multipliers(config)
 
     with published(Path(folder)) as draft:
         # Write the tokenizer.
@@ -194,7 +200,7 @@ def describe_export_problem(config: ModelConfig) -> str | None:
             f"model.{key}: {name} is code of your own, and no format of transformers has it; keep the training "
             "checkpoint, which holds everything"
         )
-    return describe_inexpressible_option(config, choose_format(config))
+    return describe_inexpressible_option(without_multipliers(config), choose_format(config))
 
 
 def find_readable_format(hf_config: HFConfig, location: str) -> ReadableHFFormat:

@@ -21,7 +21,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from llmfoundry_lite.config.layout import RowRanges, ranges_between
 from llmfoundry_lite.config.model_schema import InitConfig, ModelConfig
+from llmfoundry_lite.config.mup import Kind, initial_std_factor
 from llmfoundry_lite.models.mpt import MPT, Norm
+from llmfoundry_lite.models.mup import kind_of
 from llmfoundry_lite.models.own_parts import BY_SCHEME, InitialValues, find_owner, initial_values
 from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
 
@@ -42,33 +44,34 @@ def initialise_weights(model: MPT, seed: int) -> None:
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{module_name}.{name}"
-            kind, *numbers = _initial_values(model, module, full_name)
+            owner = find_owner(model, full_name)  # a part of the user's own, if it has the parameter
+            kind, *numbers = _initial_values(module, name, owner)
             is_zero_bias = kind == "scheme" and name == "bias" and model.config.init_config.name != "default_"
             if kind == "constant" or is_zero_bias:
                 _local_tensor(parameter).fill_(0.0 if is_zero_bias else numbers[0])
                 continue
 
+            mup_kind = kind_of(full_name, parameter, owner) if model.config.mup is not None else "hidden"
             full_name = _remove_wrappers(full_name)
             if kind == "scheme":
-                distribution = _choose_distribution(module, full_name, parameter.shape, model.config)
+                distribution = _choose_distribution(module, full_name, parameter.shape, model.config, mup_kind)
             else:
                 distribution = {"normal": _normal, "uniform": _uniform}[kind](*numbers)
             _fill_shard(parameter, module, distribution, seed, full_name, num_threads)
 
 
-def _initial_values(model: MPT, module: nn.Module, full_name: str) -> InitialValues:
-    """Return how a parameter is first drawn. `module` is the layer that has it, and `full_name` its name in the model.
+def _initial_values(module: nn.Module, name: str, owner: tuple[nn.Module, str] | None) -> InitialValues:
+    """Return how a parameter is first drawn. `module` is the layer that has it under `name`.
 
-    A part of the user's own says so itself, or it could not have been built, and so does our norm. Other layers of ours
-    follow the scheme.
+    A part of the user's own, `owner`, says so itself, or it could not have been built, and so does our norm. Other
+    layers of ours follow the scheme.
     """
-    found = find_owner(model, full_name)
-    if found is not None:
-        values = initial_values(*found)
+    if owner is not None:
+        values = initial_values(*owner)
         assert values is not None, "refused when the part was built"
         return values
     if isinstance(module, Norm):
-        return module.initial_distribution(full_name.rpartition(".")[-1])
+        return module.initial_distribution(name)
     return BY_SCHEME
 
 
@@ -163,16 +166,22 @@ def _remove_wrappers(name: str) -> str:
 # ----------------------------------------------------------------------------------------------- the distributions
 
 
-def _choose_distribution(module: nn.Module, name: str, shape: torch.Size, config: ModelConfig) -> Distribution:
+def _choose_distribution(
+    module: nn.Module, name: str, shape: torch.Size, config: ModelConfig, mup_kind: Kind
+) -> Distribution:
     """Return the distribution from which a weight of a linear layer or an embedding is drawn, as LLM Foundry does.
 
     `name` is the parameter's full name and `shape` that of the whole parameter, over all ranks. `init_config` names the
     scheme. An embedding may have a distribution of its own (`emb_init_std`, `emb_init_uniform_lim`); otherwise the
     scheme decides its standard deviation too.
+
+    With muP, the scheme is applied to the base model. The standard deviations of a wider one follow from those by
+    `mup_kind`, the parameter's kind (`config/mup.py`).
     """
     init = config.init_config
+    std_factor = initial_std_factor(mup_kind, config.width_mult)
     if init.name == "default_":
-        return _torch_default(module)
+        return _torch_default(module, config.width_mult, std_factor)
 
     if isinstance(module, nn.Embedding):
         if init.emb_init_std is not None:
@@ -183,14 +192,17 @@ def _choose_distribution(module: nn.Module, name: str, shape: torch.Size, config
         if init.emb_init_uniform_lim is not None:
             return _uniform(-init.emb_init_uniform_lim, init.emb_init_uniform_lim)
 
+    # The fans of the base model. Rows of embeddings are tokens or positions, which do not grow with the width.
+    base_fan_in = shape[1] / config.width_mult
+    base_fan_out = shape[0] / config.width_mult if mup_kind == "hidden" else shape[0]
     # LLM Foundry draws the projections to queries, keys and values head by head, so that a head's own fans count.
-    is_drawn_by_head = name.endswith((".Wqkv.weight", ".Wq.weight", ".Wk.weight", ".Wv.weight"))
-    fan_out = config.head_dim if is_drawn_by_head else shape[0]
-    fan_in = shape[1]
-    std = _scheme_std(init, fan_in, fan_out, config.d_model)
+    if name.endswith((".Wqkv.weight", ".Wq.weight", ".Wk.weight", ".Wv.weight")):
+        base_fan_out = config.base_head_dim
+    std = _scheme_std(init, base_fan_in, base_fan_out, config.d_model / config.width_mult)
     # These write into the residual stream. Parts written for LLM Foundry mark their layers with an attribute.
     if name.endswith(("out_proj.weight", "down_proj.weight")) or getattr(module, "_is_residual", False):
         std /= _residual_divisor(config)
+    std *= std_factor
 
     if init.name.endswith("uniform_"):
         limit = math.sqrt(3.0) * std  # U(-limit, limit) has this standard deviation
@@ -198,7 +210,7 @@ def _choose_distribution(module: nn.Module, name: str, shape: torch.Size, config
     return _normal(std)
 
 
-def _scheme_std(init: InitConfig, fan_in: int, fan_out: int, d_model: int) -> float:
+def _scheme_std(init: InitConfig, fan_in: float, fan_out: float, d_model: float) -> float:
     """Return the standard deviation of a weight with `fan_in` inputs and `fan_out` outputs, by the scheme's formula.
 
     kaiming: He et al. 2015, "Delving Deep into Rectifiers". xavier: Glorot and Bengio 2010, "Understanding the
@@ -229,10 +241,14 @@ def _residual_divisor(config: ModelConfig) -> float:
     return float(divisor)
 
 
-def _torch_default(module: nn.Module) -> Distribution:
-    """Return what torch's own layers draw from: N(0, 1) for embeddings, U(-1/sqrt(fan_in), 1/sqrt(fan_in)) else."""
+def _torch_default(module: nn.Module, width_mult: float, std_factor: float) -> Distribution:
+    """Return what torch's own layers draw from: N(0, 1) for embeddings, U(-1/sqrt(fan_in), 1/sqrt(fan_in)) else.
+
+    `fan_in` is that of the base model of muP, whose width is this one's divided by `width_mult`. `std_factor` is the
+    layer's standard deviation over that of the base model.
+    """
     if isinstance(module, nn.Linear):
-        limit = 1.0 / math.sqrt(module.in_features)
+        limit = std_factor / math.sqrt(module.in_features / width_mult)
         return _uniform(-limit, limit)
     return _normal(1.0)
 

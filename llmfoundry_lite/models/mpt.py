@@ -18,7 +18,6 @@ Legend: b batch, t time (s for keys), d model width, f feed-forward width, h hea
 k head dimension, v vocabulary, l layers.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -58,13 +57,6 @@ class MPT(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)
 
-        self.logit_scale: float | None
-        """Factor of the logits; None leaves them as they are."""
-        if isinstance(config.logit_scale, str):  # inv_sqrt_d_model, the only name that the configuration accepts
-            self.logit_scale = 1.0 / math.sqrt(config.d_model)
-        else:
-            self.logit_scale = config.logit_scale
-
     def forward(self, tokens_bt: Tensor, *, head: Head | None = None, **options: Any) -> Any:
         """Compute the logits [b, t, v] of `tokens_bt` (int64), or whatever `head` makes of the hidden states.
 
@@ -73,9 +65,10 @@ class MPT(nn.Module):
         `Transformer.forward`.
         """
         hidden_btd = self.transformer(tokens_bt, **options)
-        if self.logit_scale is not None:
+        logit_multiplier = self.config.logit_multiplier
+        if logit_multiplier is not None:
             # Logits are linear in the hidden states, and a head that returns a loss has no logits left to scale.
-            hidden_btd = hidden_btd * self.logit_scale
+            hidden_btd = hidden_btd * logit_multiplier
 
         unembedding = self.transformer.wte if self.config.tie_word_embeddings else self.lm_head
         if head is None:
@@ -108,6 +101,8 @@ class Transformer(nn.Module):
         """Number of the first block in the whole model; above 0 in the later stages of a pipeline."""
         self.norm_f = build_norm(config.d_model, config, has_bias=not config.no_bias)
         own_parts.refuse_shared_parameters(self)
+        if config.mup is not None:
+            own_parts.refuse_unknown_kinds(self)
 
         # A list and not a tensor, because the model may be built without memory, on the meta device.
         self.alibi_slopes: list[float] | None = None
@@ -184,6 +179,8 @@ class Transformer(nn.Module):
         x_btd = self.wte(tokens_bt)
         if config.uses_learned_positions:
             x_btd = x_btd + self.wpe(positions_bt)
+        if config.embedding_multiplier != 1.0:
+            x_btd = x_btd * config.embedding_multiplier
         fraction = config.embedding_fraction
         if fraction != 1.0:
             # The value stays the same, but only this fraction of the gradient reaches the embeddings, which makes
@@ -267,6 +264,7 @@ class Attention(nn.Module):
         super().__init__()
         self.attn_config = config.attn_config
         self.head_dim = config.head_dim
+        self.softmax_scale = config.softmax_scale
         self.kv_dim = config.kv_dim
         """Width of all keys, and of all values. Tensor parallelism sets it to the width that this rank computes."""
 
@@ -318,7 +316,7 @@ class Attention(nn.Module):
         if append_to_cache is not None:
             k_bsgk, v_bsgk = append_to_cache(k_btgk, v_btgk)
         dropout_p = self.attn_config.attn_pdrop if self.training else 0.0
-        out_bthk = mask.attend(q_bthk, k_bsgk, v_bsgk, self.attn_config.softmax_scale, dropout_p)
+        out_bthk = mask.attend(q_bthk, k_bsgk, v_bsgk, self.softmax_scale, dropout_p)
         return self.out_proj(out_bthk.flatten(-2))
 
     def project(self, x_btd: Tensor) -> tuple[Tensor, Tensor, Tensor]:

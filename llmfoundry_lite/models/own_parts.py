@@ -19,7 +19,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from llmfoundry_lite.config.fields import is_number
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.config.mup import Kind
+from llmfoundry_lite.errors import ConfigError, join_with_or
 from llmfoundry_lite.own_code import call_object, import_object
 
 # ---------------------------------------------------------------------------------------------------- the signatures
@@ -245,6 +246,46 @@ def refuse_random_layers(model: nn.Module) -> None:
                 )
 
 
+def kind_in_part(part: nn.Module, parameter_name: str) -> Kind | None:
+    """Return of which kind a parameter of the user's own part is for muP; None for a matrix if nobody says so.
+
+    The part's method `mup_kind` is asked first, with the parameter's name in the part, and then that of the inner
+    module which has the parameter. Parameters of one dimension are vectors unless a method says otherwise.
+
+    Raises ConfigError for an answer that is no kind.
+    """
+    module_name, _, name = parameter_name.rpartition(".")
+    module = part.get_submodule(module_name)
+    for owner, name_there in ((part, parameter_name), (module, name)):
+        ask = getattr(owner, "mup_kind", None)
+        answer = ask(name_there) if callable(ask) else None
+        if answer in KINDS_IN_PARTS:
+            return answer
+        if answer is not None:
+            mark = mark_of(part)
+            raise ConfigError(
+                f"{mark.key}: {mark.name}: mup_kind({parameter_name!r}) returns {answer!r}, expected "
+                f"{join_with_or(KINDS_IN_PARTS)}, or None"
+            )
+    return "vector" if module.get_parameter(name).ndim == 1 else None
+
+
+def refuse_unknown_kinds(model: nn.Module) -> None:
+    """Raise ConfigError if muP's kind of a parameter in the user's own parts is not known. Call it for muP.
+
+    Nobody can tell from a matrix's shape which of its dimensions grow with the width of the model.
+    """
+    for part in find_own_parts(model):
+        mark = mark_of(part)
+        for parameter_name, _ in part.named_parameters():
+            if kind_in_part(part, parameter_name) is None:
+                raise ConfigError(
+                    f"model.mup: does not know how {parameter_name} of {mark.name} ({mark.key}) depends on the width; "
+                    f"give {type(part).__name__} a method mup_kind(name) that returns 'hidden' for a matrix from width "
+                    "to width, and 'input' for one whose inputs do not grow with the width"
+                )
+
+
 def _describe_problem(part: nn.Module, parameter_name: str, parameter: nn.Parameter) -> str:
     """Return why a parameter of a part cannot be trained, and what to do; empty if it can be."""
     if parameter.ndim == 0:
@@ -273,6 +314,10 @@ BY_SCHEME = ("scheme",)
 
 NUM_NUMBERS = {"normal": 1, "uniform": 2, "constant": 1}
 """Name of a distribution -> how many numbers describe it."""
+
+KINDS_IN_PARTS: tuple[Kind, ...] = ("hidden", "input", "vector")
+"""Kinds for muP that a part can name. An output of a part needs no kind of its own: it is an input whose part divides
+by the width."""
 
 InitialValues = tuple[Any, ...]
 """("normal", std), ("uniform", low, high), ("constant", value) or BY_SCHEME."""

@@ -107,7 +107,8 @@ TABLE = {
     "never": {
         "model.": """name d_model n_heads n_layers expansion_ratio max_seq_len vocab_size resid_pdrop emb_pdrop
             learned_pos_emb embedding_fraction logit_scale no_bias norm_type norm_eps norm_kwargs loss_kwargs
-            tie_word_embeddings""",
+            tie_word_embeddings mup""",
+        "model.mup.": "base_width base_head_dim embedding_mult",
         "model.attn_config.": """attn_type kv_n_heads head_dim qkv_bias attn_pdrop fused_qkv qk_ln qk_gn norm_type
             norm_eps norm_kwargs kwargs clip_qkv softmax_scale sliding_window_size attn_uses_sequence_id alibi
             alibi_bias_max rope rope_theta rope_impl""",

@@ -11,7 +11,7 @@ from llmfoundry_lite.config.data_schema import TextDatasetConfig
 from llmfoundry_lite.config.fields import schema_keys
 from llmfoundry_lite.config.layers import leaf_keys
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.model_schema import ARGUMENTS_OF_OWN_PARTS, ModelConfig, as_record
+from llmfoundry_lite.config.model_schema import RECORDED_IF_GIVEN, ModelConfig, as_record
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.convert.huggingface import describe_export_problem
 from llmfoundry_lite.data.tokenizer import load_tokenizer
@@ -185,7 +185,8 @@ def test_a_run_without_own_parts_is_recorded_as_earlier_releases_did(tmp_path):
     """They refuse keys that they do not know, and compare configurations that launches and reports record."""
     record = as_dict(load(tmp_path))
     keys_of_model = {*schema_keys(ModelConfig)} - {*leaf_keys(record["model"])}
-    assert keys_of_model == {*ARGUMENTS_OF_OWN_PARTS}
+    keys_of_mup = {"mup.base_width", "mup.base_head_dim", "mup.embedding_mult"}
+    assert keys_of_model == {*RECORDED_IF_GIVEN, *keys_of_mup}
     assert "kwargs" not in record["scheduler"] and record["loggers"] == {"wandb": None, "tensorboard": None}
     assert record["optimizer"]["kwargs"] == {} and record["callbacks"]["extra"] == {}  # as they did
     assert as_record(ModelConfig()).keys() == record["model"].keys()

@@ -146,7 +146,8 @@ ALWAYS = {
     # A block's `problems`, `config/check.py` and checks of companions refuse keys that do not go with others.
     "ModelConfig": """name d_model n_heads n_layers max_seq_len vocab_size resid_pdrop emb_pdrop learned_pos_emb
         embedding_fraction attn_config ffn_config init_config logit_scale no_bias norm_type norm_eps
-        tie_word_embeddings""",
+        tie_word_embeddings mup""",
+    "MupConfig": "base_width base_head_dim embedding_mult",
     "AttentionConfig": """attn_type kv_n_heads attn_pdrop attn_impl fused_qkv head_dim qkv_bias qk_ln qk_gn clip_qkv
         softmax_scale sliding_window_size attn_uses_sequence_id alibi rope rope_hf_config""",
     "RopeScaling": "factor low_freq_factor high_freq_factor original_max_position_embeddings",

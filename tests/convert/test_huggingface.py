@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
+from llmfoundry_lite.config.mup import MupConfig
 from llmfoundry_lite.convert import files, huggingface
 from llmfoundry_lite.convert.files import published, write_json
 from llmfoundry_lite.convert.huggingface import (
@@ -31,6 +32,7 @@ from llmfoundry_lite.convert.huggingface import (
     find_readable_format,
     import_model,
 )
+from llmfoundry_lite.convert.multipliers import fold_multipliers, without_multipliers
 from llmfoundry_lite.errors import ConfigError, ExportError
 from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.models import (
@@ -52,6 +54,7 @@ from tests.helpers.tiny import build_tokenizer
 
 READS_OTHERS = needs("llmfoundry_formats")
 MISTRAL = with_attention(LLAMA, sliding_window_size=8)
+MUP = MupConfig(base_width=24, embedding_mult=4.0)
 LAYOUTS = {
     "mpt": ALIBI,
     "mpt-six-heads": replace(ALIBI, n_heads=6),
@@ -75,6 +78,14 @@ LAYOUTS = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3-heads-of-another-width": with_attention(QWEN3, head_dim=16),
+    "mpt-mup": replace(ALIBI, mup=MUP),
+    "mpt-mup-wider-heads": replace(with_attention(ALIBI, clip_qkv=0.5), mup=replace(MUP, base_head_dim=3)),
+    "gpt2-mup-wider-heads": replace(SMALL, logit_scale="inv_sqrt_d_model", mup=replace(MUP, base_head_dim=3)),
+    "llama-mup": replace(LLAMA, mup=replace(MUP, base_head_dim=3)),
+    "llama-mup-three-matrices": replace(
+        with_attention(LLAMA, fused_qkv=False, softmax_scale=0.5), logit_scale=0.5, mup=MUP
+    ),
+    "qwen3-mup": replace(QWEN3, mup=replace(MUP, base_head_dim=3)),
     "llama-width": replace(LLAMA, ffn_config=replace(LLAMA.ffn_config, ffn_hidden_size=80)),
 }
 
@@ -121,9 +132,10 @@ def test_transformers_generates_with_its_cache_what_we_would(exported):
 def test_export_and_import_return_every_bit(exported):
     config, model, folder = exported
     imported_config, state_dict = import_model(folder)
-    assert imported_config == config
-    assert state_dict.keys() == model.state_dict().keys()
-    assert all(torch.equal(state_dict[name], tensor) for name, tensor in model.state_dict().items())
+    assert imported_config == without_multipliers(config)
+    plain_state = fold_multipliers(model.state_dict(), config)
+    assert state_dict.keys() == plain_state.keys()
+    assert all(torch.equal(state_dict[name], tensor) for name, tensor in plain_state.items())
 
 
 @pytest.mark.parametrize(
@@ -261,6 +273,22 @@ def test_what_no_layout_can_express_is_refused_by_name(config, option, tmp_path)
         export_model(random_model(config).state_dict(), config, tmp_path / "out")
     assert str(error.value) == f"{tmp_path / 'out'}: {reason}" and "\n" not in reason
     assert list(tmp_path.iterdir()) == []
+
+
+def test_multipliers_that_are_powers_of_2_are_folded_without_rounding():
+    config = replace(ALIBI, mup=MupConfig(base_width=24, embedding_mult=4.0))
+    model = random_model(config)
+    plain = MPT(without_multipliers(config))
+    plain.load_state_dict(fold_multipliers(model.state_dict(), config))
+    tokens_bt = random_tokens(config)
+    assert torch.equal(plain(tokens_bt), model(tokens_bt))
+    assert not torch.equal(model(tokens_bt), with_weights(replace(config, mup=None), model)(tokens_bt))
+
+
+def with_weights(config: ModelConfig, model: MPT) -> MPT:
+    other = MPT(config)
+    other.load_state_dict(model.state_dict())
+    return other
 
 
 def test_a_missing_or_misshapen_tensor_is_named(tmp_path):

@@ -1,0 +1,67 @@
+"""The block `model.mup`: what is refused, what a dry run prints, and what a record has."""
+
+import pytest
+
+from llmfoundry_lite.config.layout import layout_of
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import as_dict
+from llmfoundry_lite.dry_run import describe_launch
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.preflight import Preflight
+from tests.helpers.tiny import tiny_config, write_config
+
+WIDE = ("model.d_model=128", "model.n_heads=16", "model.mup={base_width: 32}")
+
+
+def load(tmp_path, *arguments):
+    return load_train_config([write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data")), *arguments]).config
+
+
+def mup_lines(config):
+    lines = describe_launch(config, layout_of(config, 1), Preflight()).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("muP"))
+    return lines[first : first + 6]
+
+
+def test_a_dry_run_prints_what_depends_on_the_width(tmp_path):
+    assert mup_lines(load(tmp_path, *WIDE)) == [
+        "muP            m = 4, width 128 over the base width 32",
+        "               kind     parameters              initial std   learning rate   multiplier",
+        "               input    embeddings              x 1           0.01            x 1",
+        "               hidden   matrices of the blocks  x 0.5         0.0025          scores of attention x 0.3536",
+        "               vector   norms, biases           x 1           0.01",
+        "               output   tied to the input                                     logits x 0.25",
+    ]
+
+
+def test_a_dry_run_has_an_untied_output_and_muons_rates(tmp_path):
+    muon = "optimizer={name: muon, lr: 0.02, adamw_lr: 0.004}"
+    lines = mup_lines(load(tmp_path, *WIDE, muon, "model.tie_word_embeddings=false"))
+    assert lines[3].split()[6:] == ["0.5", "0.01", "scores", "of", "attention", "x", "0.3536"]
+    assert lines[5].split() == ["output", "lm_head", "x", "1", "0.004", "logits", "x", "0.25"]
+
+
+def test_without_mup_neither_a_dry_run_nor_a_record_mentions_it(tmp_path):
+    config = load(tmp_path)
+    assert "muP" not in describe_launch(config, layout_of(config, 1), Preflight())
+    assert "mup" not in as_dict(config)["model"]
+    recorded = as_dict(load(tmp_path, *WIDE))["model"]["mup"]
+    assert recorded == {"base_width": 32, "base_head_dim": None, "embedding_mult": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["model.mup={}"], "model.mup.base_width"),
+        (["model.mup={base_width: 0}"], "model.mup.base_width: 0"),
+        (["model.mup={base_width: 20}"], "model.mup.base_head_dim: the base model, of width 20, has no whole number"),
+        (
+            ["model.mup={base_width: 16}", "optimizer={name: 'python:mine:Sgd', lr: 0.1}"],
+            "model.mup: does not know how the updates of optimizer.name: python:mine:Sgd depend on the width; use ",
+        ),
+    ],
+)
+def test_what_does_not_go_is_refused(tmp_path, arguments, error):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, *arguments)
+    assert error in str(caught.value)
