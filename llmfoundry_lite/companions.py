@@ -8,13 +8,15 @@ address, `package.module:name`, in the line that uses it:
 If the companion is not installed, this raises an error of one line. Parts that a run can do without, such as energy
 counters, are loaded by `load_if_installed`.
 
-Any companion, also one of other authors, may add commands to `llmfoundry-lite` and blocks to a run's YAML. It lists
-them in a `Companion`. Ours is in the module `companion.py` of each package, and those of others are found by the entry
-point group `llmfoundry_lite.companions`. Our companions are in the folder `companions/` of a clone, and in the wheel.
+Any companion, also one of other authors, may add commands to `llmfoundry-lite`, blocks to a run's YAML, and short names
+of parts such as norms and callbacks. It lists them in a `Companion`. Ours is in the module `companion.py` of each
+package, and those of others are found by the entry point group `llmfoundry_lite.companions`. Our companions are in the
+folder `companions/` of a clone, and in the wheel.
 """
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, find_nearest
 
 GROUP = "llmfoundry_lite.companions"
 
@@ -58,20 +60,39 @@ TABLES: Mapping[str, Mapping[str, str]] = {
 """Field of a `Companion` -> names in it -> the companion of ours that has each. An error names the companion if it is
 not installed."""
 
+PART_KEYS: Mapping[str, tuple[str, ...]] = {
+    "norms": ("model.norm_type", "model.attn_config.norm_type"),
+    "ffns": ("model.ffn_config.ffn_type",),
+    "attention_classes": ("model.attn_config.attn_type",),
+    "attention_implementations": ("model.attn_config.attn_impl",),
+    "losses": ("model.loss_fn",),
+    "optimizers": ("optimizer.name",),
+    "schedulers": ("scheduler.name",),
+    "dataloaders": ("train_loader.name", "eval_loader.name", "eval_loaders.*.name"),
+    "callbacks": ("callbacks.*",),
+    "loggers": ("loggers.*",),
+}
+"""Kind of part, by the name of LLM Foundry's registry if it has one -> dotted keys of a YAML whose value may name such
+a part. A `*` in the middle stands for any name. At the end, the keys of the block are the names."""
+
 SOURCE = Path(__file__).parents[1] / "companions"
 """Folder of our companions in a clone. An installed package has no such folder."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Companion:
-    """Commands and blocks that a companion adds, each by its address, `module:name`."""
+    """What a companion adds, each by its address, `module:name`."""
 
     commands: Mapping[str, str] = field(default_factory=dict)
     """Name of a command of `llmfoundry-lite` -> its function, or a `typer.Typer` for a group of commands."""
     examples: tuple[str, ...] = ()
     """Command lines to show at the end of help texts."""
     blocks: Mapping[str, str] = field(default_factory=dict)
-    """Key of a run's YAML -> its `Block` (`config/blocks.py`)."""
+    """Key of a run's YAML -> its `RunBlock` (`config/blocks.py`)."""
+    parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Kind of part (`PART_KEYS`) -> short name -> address of the class or function, such as
+    `{"norms": {"scalenorm": "tiny.norms:ScaleNorm"}}`. A YAML may then say `norm_type: scalenorm` instead of
+    `norm_type: python:tiny.norms:ScaleNorm`, with the same meaning."""
 
 
 # ------------------------------------------------------------------------------------------------ parts by address
@@ -132,10 +153,10 @@ def import_address(address: str) -> Any:
 
 @cache
 def find_companions() -> list[Companion]:
-    """Return the installed companions that add commands or blocks: ours in the order of TABLES, then those of others.
+    """Return the installed companions that add something: ours in the order of TABLES, then those of others by name.
 
-    A companion of others is left out, with a warning, if it cannot be loaded or if it adds a command or block that
-    exists already.
+    A companion of others is left out, with a warning, if it cannot be loaded, or if it adds a command, a block or a
+    part that another one has already.
     """
     our_packages: dict[str, None] = {}  # a set that keeps its order
     for package_by_name in TABLES.values():
@@ -143,7 +164,8 @@ def find_companions() -> list[Companion]:
     companions = [import_address(f"{package}.companion:COMPANION") for package in our_packages if is_installed(package)]
 
     # Code of others may raise any error when it is loaded. That must not break commands which do not need it.
-    for entry_point in entry_points(group=GROUP):
+    # Their order decides which of two keeps a name, so it is not that of the folders in which they are found.
+    for entry_point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
         try:
             companion = entry_point.load()
             if not isinstance(companion, Companion):
@@ -152,17 +174,52 @@ def find_companions() -> list[Companion]:
         except Exception as error:
             leave_out(entry_point.name, error)
         else:
+            _warn_of_unknown_kinds(entry_point.name, companion)
             companions.append(companion)
     return companions
 
 
 def _check_names(companion: Companion, others: list[Companion]) -> None:
-    """Raise ValueError if a command or block of `companion` has the name of one in `others`."""
-    for table in TABLES:
-        names_of_others = {name for other in others for name in getattr(other, table)}
-        names_in_both = names_of_others & {*getattr(companion, table)}
+    """Raise ValueError if a name in a table of `companion` is in the same table of one of `others`, or is no name.
+
+    The tables are those of commands and blocks, and one for each kind of part. Addresses of parts are checked, too.
+    """
+    for table, addresses in _tables_of(companion).items():
+        names_of_others = {name for other in others for name in _tables_of(other).get(table, {})}
+        names_in_both = names_of_others & {*addresses}
         if names_in_both:
             raise ValueError(f"its {table} {', '.join(sorted(names_in_both))} are already defined by another companion")
+    for kind, addresses in companion.parts.items():
+        for name, address in addresses.items():
+            if not re.fullmatch(r"[A-Za-z_][\w\-]*", name):
+                raise ValueError(f"its {kind} have the name {name!r}; expected letters, digits, _ and -")
+            if not re.fullmatch(r"\w+(\.\w+)*:\w+", address):
+                raise ValueError(f"its {kind} {name} is at {address!r}; expected package.module:Thing")
+
+
+def _tables_of(companion: Companion) -> dict[str, Mapping[str, str]]:
+    """Return the tables of a companion by name: "commands", "blocks", and each kind of part, such as "norms"."""
+    return {**{table: getattr(companion, table) for table in TABLES}, **companion.parts}
+
+
+def _warn_of_unknown_kinds(name: str, companion: Companion) -> None:
+    """Print a warning for each kind of part in a companion that this release does not know; other kinds are used."""
+    for kind in companion.parts:
+        if kind not in PART_KEYS:
+            nearest = find_nearest(kind, PART_KEYS)
+            hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(PART_KEYS)}"
+            leave_out(name, ValueError(f"its parts {kind!r}, which are of no kind that this release knows; {hint}"))
+
+
+def find_parts(kind: str) -> dict[str, str]:
+    """Return short name -> address of the parts of one kind that installed companions have. Imports none of them.
+
+    `kind` is one of PART_KEYS.
+    """
+    addresses = {}
+    for companion in find_companions():
+        addresses |= companion.parts.get(kind, {})
+    return addresses
 
 
 def parts(table: str) -> Iterator[tuple[str, Any]]:

@@ -67,8 +67,13 @@ def describe_launch(
     flops_per_batch = flops_per_token * tokens_per_batch
     flops = f"{_with_prefix(flops_per_token)} per token, {_with_prefix(flops_per_batch)} per batch"
     start, not_checked_at_start = _describe_start(config, is_for_here=is_for_here)
-    blocks_of_companions = given_blocks(config.blocks).values()
-    other_launches = "".join(block.describe(config) for block in blocks_of_companions)
+    other_launches = ""
+    lines_of_blocks = []
+    for key, block in given_blocks(config.blocks).items():
+        if block.shared_run is not None:
+            other_launches += block.describe(config)
+        else:
+            lines_of_blocks += _with_heading(key, [block.describe(config) or "on"])
 
     # Lines without a value, such as those of a layout that divides nothing, are left out by `_with_heading`.
     lines = [
@@ -92,6 +97,7 @@ def describe_launch(
         *_with_heading("memory", _describe_memory(config, layout)),
         f"saves          {_describe_saves(config)}",
         f"logs           {_describe_logs(config)}",
+        *lines_of_blocks,
     ]
     lines += [f"warning        {text}" for text in describe_division("warning", config, layout)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]

@@ -32,14 +32,14 @@ from llmfoundry_lite.launch_train import check, prepare_environment
 from llmfoundry_lite.ranks.codec import Item
 from llmfoundry_lite.ranks.ending import run_and_exit, sigterm_delayed
 from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
-from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.run_handle import RunHandle
 from llmfoundry_lite.training.run_state import find_differences
 from llmfoundry_lite.training.train import train
 
 
-class Replay(Partners):
-    """The `Partners` of a replay, by which `train` differs from a usual launch: it takes no lease and saves nothing.
+class Replay(LaunchRole):
+    """Role of a launch in a replay, by which `train` differs from a usual launch: it takes no lease and saves nothing.
 
     The only thing that it adds is a file about the state from which the replay starts.
     """

@@ -21,6 +21,10 @@ from tests.helpers.present import leave_out_companions
 GOOD = Companion(commands={"hello": "json:dumps", "lost": "no_such_module:x"})
 TAKEN = Companion(commands={"hello": "json:loads"})
 NONE = "no companion"
+NORMS = Companion(parts={"norms": {"tilted": "tiny.norms:Tilted"}, "nroms": {}})
+NORMS_TOO = Companion(parts={"norms": {"tilted": "small.norms:Tilted"}})
+NO_ADDRESS = Companion(parts={"ffns": {"mixed": "tiny.ffns"}})
+NO_NAME = Companion(parts={"callbacks": {"a.b": "tiny.callbacks:Beat"}})
 
 
 @pytest.fixture
@@ -41,10 +45,23 @@ def test_one_of_others_is_found_and_a_broken_one_is_left_out_with_a_line(others,
     assert {name for name, _ in companions.parts("commands") if name in ("hello", "lost")} == {"hello"}
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(": left out: ")[0] for line in lines] == [
-        *("warning: companion NOWHERE", "warning: companion NONE", "warning: companion TAKEN"),
+        *("warning: companion NONE", "warning: companion NOWHERE", "warning: companion TAKEN"),
         "warning: companion lost",
     ]
     assert "its commands hello are already defined by another companion" in lines[2]
+
+
+def test_parts_that_nobody_can_ask_for_are_said_when_they_load(others, capsys):
+    others("NORMS_TOO", "NO_NAME", "NO_ADDRESS", "NORMS")
+    assert companions.find_parts("norms") == {"tilted": "tiny.norms:Tilted"}  # the same on every machine: by name
+    assert companions.find_parts("ffns") == companions.find_parts("callbacks") == {}
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: companion NORMS: left out: its parts 'nroms', which are of no kind that this release knows; did you "
+        "mean norms?",
+        "warning: companion NORMS_TOO: left out: its norms tilted are already defined by another companion",
+        "warning: companion NO_ADDRESS: left out: its ffns mixed is at 'tiny.ffns'; expected package.module:Thing",
+        "warning: companion NO_NAME: left out: its callbacks have the name 'a.b'; expected letters, digits, _ and -",
+    ]
 
 
 @pytest.mark.parametrize("table", companions.TABLES)

@@ -8,7 +8,7 @@ that a dry run can check the block quickly. `training/` does what the settings s
 from dataclasses import dataclass
 
 from llmfoundry_islands.coordination.messages import WEIGHTS, find_token
-from llmfoundry_lite.config.blocks import Block
+from llmfoundry_lite.config.blocks import RunBlock, SharedRun
 from llmfoundry_lite.config.fields import (
     POSITIVE,
     REQUIRED,
@@ -158,12 +158,11 @@ def settings_of(config: TrainConfig) -> IslandsConfig:
     return config.blocks["islands"]
 
 
-BLOCK = Block(
+BLOCK = RunBlock(
     schema=IslandsConfig,
     rules=Setting(hardware=True),
-    partners="llmfoundry_islands.training.local_islands:find_islands",
     check=check_config,
     check_here=lambda config: find_token(),
     describe=lambda config: ", island {0.name} at {0.coordinator}".format(settings_of(config)),
-    folder_key="name",
+    shared_run=SharedRun(role="llmfoundry_islands.training.local_islands:find_islands", folder_key="name"),
 )

@@ -46,7 +46,7 @@ class Start(NamedTuple):
     """Where a launch starts: at a checkpoint, or at batch 1. There are three kinds of checkpoint:
 
     the run's own folder (`is_run_folder`)    restores weights, optimizer, place in the data, clocks and log. This
-                                              launch takes the folder's lease, unless its partners (islands) say which
+                                              launch takes the folder's lease, unless other launches (islands) say which
                                               launch takes it
     `load_path`                               restores the same without a lease, so nothing there is moved or removed
     `load_path` with `load_weights_only`      restores the weights alone, for a new run

@@ -20,6 +20,7 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.config.fields import Key, Setting, is_number, join_key, keys_of, schema_keys
 from llmfoundry_lite.config.layers import ConfigLayer, naming_source, source_of
 from llmfoundry_lite.config.optimizers import OPTIMIZERS
+from llmfoundry_lite.config.part_names import names_for
 from llmfoundry_lite.config.scalars import hint_at_number
 from llmfoundry_lite.config.schedules import SCHEDULES
 from llmfoundry_lite.config.schema import TrainConfig
@@ -319,9 +320,10 @@ OTHER_WORDS = {
 
 def _check_choice(key_path: str, value: Any, setting: Setting) -> None:
     """Raise ConfigError, which suggests the nearest choice, for a value that is not among the choices of its key."""
-    choices = setting.choices
-    if value in choices:
+    if value in setting.choices:
         return
+    # Short names were replaced in the files of a launch. One that is left is in a record, where none is valid.
+    choices = [*setting.choices, *(name for name in names_for(key_path) if name != value)]
     if PREFIX in choices and is_own(value):
         check_import_path(key_path, value)
         return
@@ -333,6 +335,8 @@ def _check_choice(key_path: str, value: Any, setting: Setting) -> None:
         hint = f"did you mean {nearest}?"
     elif nearest:
         hint = f"did you mean {nearest}? ({hint})"
+    elif setting.instead and len(choices) > len(setting.choices):
+        hint += f"; companions have {', '.join(choices[len(setting.choices) :])}"
     hint = hint.replace(PREFIX, f"{PREFIX}package.module:Thing")
     raise ConfigError(f"{key_path}: {value!r} is not known; {hint}")
 
@@ -390,13 +394,14 @@ def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
         other_keys = [key for key in other_keys if "." not in key or _section(key) == _section(path)]
     is_key_elsewhere = any(_last(key) == word for key in other_keys)
 
-    nearest = find_nearest(word, keys)
+    names = names_for(path)  # of companions' callbacks and loggers
+    nearest = find_nearest(word, [*keys, *names])
     if nearest and (nearest == word or not is_key_elsewhere):
         return f"did you mean {join_key(path, nearest)}?"
     if path == "callbacks":
         return "one of your own is named by its import path, python:package.module:Class"
     if path == "loggers":
-        names = [name for name in keys if name != "extra"]  # `extra` is where loggers of the user's own are collected
+        names = [name for name in [*keys, *names] if name != "extra"]  # `extra` has loggers of the user's own
         return (
             f"valid keys here: {', '.join(names)}, and python:package.module:Class for one of your own; metrics.jsonl "
             "is always written"

@@ -462,10 +462,11 @@ def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
 
 
 def _check_blocks(config: TrainConfig) -> None:
-    """Raise ConfigError for two blocks of companions in one run, and for a block that its companion refuses."""
+    """Raise ConfigError for two blocks that name the run's other launches, and for one that its companion refuses."""
     blocks = given_blocks(config.blocks)
-    if len(blocks) > 1:
-        first, second, *_ = blocks
+    keys_of_shared_runs = [key for key, block in blocks.items() if block.shared_run is not None]
+    if len(keys_of_shared_runs) > 1:
+        first, second, *_ = keys_of_shared_runs
         raise ConfigError(f"{second}: does not go with {first}: both name the run's other launches; remove one")
     for block in blocks.values():
         block.check(config)

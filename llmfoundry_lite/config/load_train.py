@@ -30,6 +30,7 @@ from llmfoundry_lite.config.layers import (
 )
 from llmfoundry_lite.config.merge import merge_layers
 from llmfoundry_lite.config.own_arguments import collect_own_arguments, collect_part_arguments, drop_keys_of_other_parts
+from llmfoundry_lite.config.part_names import spell_out_names
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.surprises import find_surprises
 from llmfoundry_lite.errors import ConfigError, join_with_or
@@ -58,6 +59,9 @@ class MergedFiles(NamedTuple):
 
     layers: list[ConfigLayer]
     values: dict[str, Any]
+    names: dict[str, str]
+    """Import path -> the short name of a companion's part that it stands for, with its key: `model.norm_type: tilted`.
+    """
 
 
 class LoadedTrain(NamedTuple):
@@ -77,8 +81,15 @@ def merge_files(arguments: Sequence[str], given: Mapping[str, Any] | None = None
     The arguments are those of `load_train_config`. Raises ConfigError if they cannot be read and merged, or if an
     overlay sets a key that it may not set.
     """
-    layers = read_layers(_without_options(arguments), given=given)
-    return MergedFiles(layers, merge_layers(layers, TrainConfig))
+    layers = []
+    names: dict[str, str] = {}
+    for layer in read_layers(_without_options(arguments), given=given):
+        values, names_in_layer = spell_out_names(layer.values)
+        layers.append(layer._replace(values=values))
+        names |= names_in_layer
+    # A reference `${…}` to a short name is one only when it is resolved.
+    values, referenced_names = spell_out_names(merge_layers(layers, TrainConfig))
+    return MergedFiles(layers, values, names | referenced_names)
 
 
 def load_train_config(
@@ -100,7 +111,7 @@ def load_train_config(
     """
     # Read and merge the files and arguments.
     dry_run = _read_options(arguments)
-    layers, values = merged or merge_files(arguments, given)
+    layers, values, names = merged or merge_files(arguments, given)
     notes = [layer.note for layer in layers if layer.note]
 
     refuse_code_of_overlays(layers, values)
@@ -135,6 +146,10 @@ def load_train_config(
             check_import_path("callbacks", import_path)
         for import_path in config.loggers.extra:
             check_import_path("loggers", import_path)
+
+    for import_path in dict.fromkeys(import_path for _, import_path in config.own_code):
+        if import_path in names:
+            notes.append(f"{names[import_path]} is {import_path}")
 
     # Check the keys together.
     check_together(config, layers)
@@ -285,9 +300,9 @@ def _default_run_folder(values: Mapping[str, Any]) -> str:
     """
     parts = [f"runs/{RUN_NAME}"]
     for key, block in given_blocks(values).items():
-        if not isinstance(values[key], dict):
-            continue  # the schema refuses it later
-        folder_of_launch = values[key].get(block.folder_key)
+        if block.shared_run is None or not isinstance(values[key], dict):
+            continue  # the schema refuses a value that is no block later
+        folder_of_launch = values[key].get(block.shared_run.folder_key)
         if folder_of_launch:
             parts.append(str(folder_of_launch))
     return "/".join(parts)

@@ -10,6 +10,7 @@ from typing import Any
 
 from llmfoundry_lite.config.data_schema import OF_THE_MODEL
 from llmfoundry_lite.config.fields import join_key, keys_of, without_our_keys
+from llmfoundry_lite.config.part_names import spell_out_names
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, is_masked
 from llmfoundry_lite.own_code import is_own
@@ -30,6 +31,8 @@ def select_recorded(config: Mapping[str, Any], given: Collection[str], *, trusts
     """
     used_keys = [name for name, key in keys_of(TrainConfig).items() if key.setting.replay != "left out"]
     values = without(given, {name: config[name] for name in used_keys if name in config})
+    # A launch records import paths. A short name that somebody has written into the record names code all the same.
+    values, _ = spell_out_names(values)
 
     code = [*find_code(values)]
     if code and not trusts_code:

@@ -468,7 +468,7 @@ class TrainConfig:
     @property
     def trains_alone(self) -> bool:
         """Whether no other launch trains this run at the same time."""
-        return not given_blocks(self.blocks)
+        return not any(block.shared_run for block in given_blocks(self.blocks).values())
 
     @property
     def evaluates(self) -> bool:

@@ -30,13 +30,13 @@ STATUS = "status.json"
 MAX_BATCH = 1 << 53
 """Limit of the number of a batch: floats hold whole numbers below it."""
 SAVES_STAND = "the newest save stands, if there is one"
-HAS_PARTNERS = "has_partners"
+HAS_OTHER_LAUNCHES = "has_other_launches"
 """Key of status.json, true for a launch that trains a run together with others, such as an island."""
 SAVED_IN = "last_saved_in"
 """Key of status.json, the path or URL of `save_fallback` while the newest save is there, and not in `save_folder`."""
 WAITS_FOR_SAVE = "waits_for_save"
 """Key of status.json, a text while training waits for a save that takes long: which one, and where it goes."""
-SAVES = ("last_saved", SAVED_IN, "saved_at", "failed_saves", "save_error", HAS_PARTNERS)
+SAVES = ("last_saved", SAVED_IN, "saved_at", "failed_saves", "save_error", HAS_OTHER_LAUNCHES)
 """Keys of status.json about saves that stay when a launch has ended: the newest one, where it is, when it was published
 (in seconds since 1970; null if an earlier launch did), how many have failed since, why the last of them did, and
 whether another launch may have made later ones. WAITS_FOR_SAVE is about a launch that runs."""
@@ -165,9 +165,9 @@ def has_lost_batches(status: dict[str, Any]) -> bool:
 
     `status` is the content of status.json. The newest save is named for its batch, and is None before the first: with
     {"status": "failed", "batch": 230, "last_saved": "ba200"}, 30 batches are lost. The batches of a launch with
-    partners are not lost with it, because others hold and save them.
+    other launches are not lost with it, because others hold and save them.
     """
-    if status.get(HAS_PARTNERS):
+    if status.get(HAS_OTHER_LAUNCHES):
         return False
     if status.get("status") != "failed" or "last_saved" not in status:
         return False

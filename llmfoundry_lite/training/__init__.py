@@ -26,7 +26,7 @@
     monitor.py          dropout's seed [BATCH_START], speed [FIT_START, BATCH_END], profiler [FIT_START,
                         BATCH_CHECKPOINT, FIT_END]
     in_context.py       evaluation of in-context tasks, called by checkpointing.py
-    partners.py, run_handle.py      other launches that train the same run, and what they may touch of this one
+    launch_role.py, run_handle.py      other launches that train the same run, and what they may touch of this one
 
 `docs/one-batch.md` follows one batch through these events. `docs/how-a-launch-ends.md` explains signals and errors.
 """

@@ -67,9 +67,9 @@ class Agreement:
 
     ranks: DataRanks
     preemption: Preemption
-    end_partners_batch: Callable[[], Iterator[Any] | None]
-    """`Partners.end_batch`: lets other launches join and leave. Returns the batches to continue with if this rank reads
-    other rows from the next batch on; else None."""
+    end_batch_of_role: Callable[[], Iterator[Any] | None]
+    """`LaunchRole.end_batch`: lets other launches join and leave. Returns the batches to continue with if this rank
+    reads other rows from the next batch on; else None."""
     meter: Meter = field(default_factory=Meter)
     take_own_times: Callable[[], list[int]] = list
     """`RankTimes.take`: returns further numbers to add up, as many on every rank. They are the times that ranks need by
@@ -147,7 +147,7 @@ class Agreement:
         reason = self.preemption.find_reason()
 
         # Other launches may have left or joined, so that this rank reads other rows from now on.
-        changed_batches = self.end_partners_batch()
+        changed_batches = self.end_batch_of_role()
         if changed_batches is not None:
             self._batches = changed_batches
 

@@ -13,6 +13,7 @@ from composer.loggers import LoggerDestination
 from torch.optim import Optimizer
 
 from llmfoundry_lite import companions, devices
+from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_tasks import load_tasks, trust_code_of
@@ -30,7 +31,7 @@ from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.models.mpt import Block
 from llmfoundry_lite.models.own_parts import find_own_parts, mark_of
-from llmfoundry_lite.own_code import call_object, import_object, is_own, trust_code
+from llmfoundry_lite.own_code import PREFIX, call_object, import_object, is_own, trust_code
 from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding_gradient
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
@@ -42,13 +43,13 @@ from llmfoundry_lite.training.agreement import Agreement, Meter, count_tokens
 from llmfoundry_lite.training.checkpointing import Checkpointing, Start
 from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler
 from llmfoundry_lite.training.in_context import InContext
+from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.loss import OwnLoss, cross_entropy_sum, log_p_and_gradient
 from llmfoundry_lite.training.monitor import DropoutSeed, Profiler, RunMonitor
 from llmfoundry_lite.training.mup import scale_groups
 from llmfoundry_lite.training.optimizers import OptimizerContext, find_builder
 from llmfoundry_lite.training.own_optimizer import CompareOptimizerState
 from llmfoundry_lite.training.parameter_groups import group_parameters, own_groups
-from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.rank_times import RankTimes
 from llmfoundry_lite.training.run_folder import RunFolder
@@ -60,13 +61,13 @@ MIN_TASK_BATCH_TOKENS = 2048
 
 
 def build_and_restore(
-    config: TrainConfig, run_folder: RunFolder, preemption: Preemption, start: Start, partners: Partners
+    config: TrainConfig, run_folder: RunFolder, preemption: Preemption, start: Start, role: LaunchRole
 ) -> tuple[ParallelTrainer, Checkpointing]:
     """Build the data, the model, the callbacks and the trainer of a run, and restore it from `start`.
 
     Collective. Composer's Trainer restores while it is constructed: it fires AFTER_LOAD, which
     `Checkpointing.after_load` answers. So the returned trainer is at the batch of the checkpoint, with its weights and
-    optimizer state. `start` is what `find_start` has chosen, and `partners` are the other launches of the run. Raises
+    optimizer state. `start` is what `find_start` has chosen, and `role` is this launch's role in the run. Raises
     UserError on all ranks.
     """
     trust_code(name for _, name in config.own_code)  # the configuration of a launch is its user's
@@ -90,10 +91,11 @@ def build_and_restore(
         exact_sums=model.exact_sums,
     )
     build_meter = companions.load_if_installed("llmfoundry_ops.energy:build_meter") or Meter
-    agreement = Agreement(ranks, preemption, partners.end_batch, build_meter())
+    agreement = Agreement(ranks, preemption, role.end_batch, build_meter())
     tasks = build_in_context(config, ranks, model) if config.icl_tasks and config.evaluates else None
-    checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, partners, tasks)
+    checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, role, tasks)
     checkpointing.on_saves = run_folder.note_saves
+    checkpointing.run_state.callbacks = own_callbacks = build_own_callbacks(config)
     run_folder.on_status = checkpointing.record_launch
 
     # Loggers of the user's own get what Composer gives a logger, on every rank.
@@ -108,7 +110,7 @@ def build_and_restore(
         ranks=ranks,
         agreement=agreement,
         gradient_step=gradient_step,
-        partners=partners,
+        role=role,
         batch_sizes=config.batch_sizes,
         model=model,
         train_dataloader=train_data,
@@ -118,7 +120,9 @@ def build_and_restore(
         max_duration=str(config.max_duration),
         callbacks=[
             *build_rank_times(config, layout, model, agreement, run_folder),
-            *build_callbacks(config, layout, ranks, model, partners),
+            *build_callbacks(config, layout, ranks, model, role),
+            *own_callbacks.values(),
+            *build_profiler(config),
             checkpointing,
             *build_foundry_callbacks(config, checkpointing),
         ],
@@ -143,13 +147,12 @@ def build_and_restore(
 
 
 def build_callbacks(
-    config: TrainConfig, layout: Layout, ranks: DataRanks, model: LanguageModel, partners: Partners
+    config: TrainConfig, layout: Layout, ranks: DataRanks, model: LanguageModel, role: LaunchRole
 ) -> list[Callback]:
     """Build the callbacks that Composer calls before `Checkpointing` at each event.
 
-    They set the learning rate, log the speed, seed dropout, and profile. The user's own callbacks, which the YAML names
-    with `python:`, are among them, so that what they log is in the record of the batch. Raises ConfigError if one of
-    those cannot be built.
+    They set the learning rate, log the speed, and seed dropout. Raises ConfigError if a schedule of the user's own
+    cannot be built.
     """
     callbacks: list[Callback] = [
         LearningRate(
@@ -163,7 +166,7 @@ def build_callbacks(
             find_flops_per_token(config, model),
             config.max_duration,
             devices.computed_precision(config.precision).removeprefix("amp_"),
-            partners,
+            role,
             config.batch_sizes,
         ),
     ]
@@ -178,11 +181,35 @@ def build_callbacks(
             DropoutSeed(config.seed, model, ranks, coordinates, sequence_parallel=config.sequence_parallel)
         )
 
-    for name, arguments in config.callbacks.extra.items():
-        callbacks.append(call_object(name, "callbacks", "callbacks", arguments))
-    if config.callbacks.profiler is not None:
-        callbacks.append(Profiler(config.callbacks.profiler, Path(config.run_folder)))
     return callbacks
+
+
+def build_own_callbacks(config: TrainConfig) -> dict[str, Callback]:
+    """Build the user's own callbacks, which the YAML names, and those of companions' blocks, in this order.
+
+    Returns them by the names under which checkpoints keep their state (`RunState.callbacks`). Composer calls them
+    before `Checkpointing` at each event, so that what they log is in the record of the batch. Raises ConfigError if one
+    cannot be built, or is no callback.
+    """
+    callbacks: dict[str, Any] = {}
+    for name, arguments in config.callbacks.extra.items():
+        callbacks[name.removeprefix(PREFIX)] = call_object(name, "callbacks", "callbacks", arguments)
+    for key, block in given_blocks(config.blocks).items():
+        if block.callback:
+            callbacks[key] = companions.import_address(block.callback)(config)
+
+    for name, callback in callbacks.items():
+        if not isinstance(callback, Callback):
+            key = f"callbacks: {name}" if ":" in name else name
+            raise ConfigError(f"{key} returns {type(callback).__name__}, expected a Composer Callback")
+    return callbacks
+
+
+def build_profiler(config: TrainConfig) -> list[Callback]:
+    """Build the callback that profiles, if the configuration has one. It is called after those that it may measure."""
+    if config.callbacks.profiler is None:
+        return []
+    return [Profiler(config.callbacks.profiler, Path(config.run_folder))]
 
 
 def build_rank_times(

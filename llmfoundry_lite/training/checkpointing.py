@@ -36,7 +36,7 @@ from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.failed_saves import FailedSaves
 from llmfoundry_lite.training.gradient_step import GradientStep
 from llmfoundry_lite.training.in_context import InContext
-from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.run_state import (
     RunState,
@@ -75,7 +75,7 @@ class Checkpointing(Callback):
     preemption: Preemption
     agreement: Agreement
     start: Start
-    partners: Partners
+    role: LaunchRole
     tasks: InContext | None = None
     """Tasks in context that are evaluated during training; None if there are none."""
 
@@ -156,7 +156,7 @@ class Checkpointing(Callback):
         """
         self.saver = Saver(self.store, after_publish=self._after_publish, note_wait=self._note_wait)
         self.preemption.release_lease = self._release_lease
-        if self.partners.takes_lease_at_start:
+        if self.role.takes_lease_at_start:
             self.saver.take_lease(request=lease_request(self.config, self.start.dead_holder))
         try:
             self._begin_from_start(state, logger)
@@ -194,7 +194,7 @@ class Checkpointing(Callback):
                 restored.notes.extend(describe_model_changes(self.config, manifest))
             action = "carrying on from" if self.carries_on else "starting from the weights of"
             differences = describe_differences(
-                self.config, self.model, state, manifest, self.changes, self.partners.segment
+                self.config, self.model, state, manifest, self.changes, self.role.segment
             )
             self.print_on_rank_0(*restored.notes)
             line = f"{action} {restored.url}{differences}"
@@ -326,7 +326,7 @@ class Checkpointing(Callback):
 
         # Decide what follows this batch, and save it.
         self._note_copies()
-        decision = self.partners.decide(self.policy.decide(state))
+        decision = self.role.decide(self.policy.decide(state))
         self.run_state.owes_evaluation = decision.owes_evaluation  # the save records it
         ends_launch = decision.stops or bool(decision.preempted_by)
         is_last_batch = ends_launch or self.policy.is_last(state)
@@ -363,7 +363,7 @@ class Checkpointing(Callback):
         has_trained = int(state.timestamp.batch) >= self.first_batch
         if has_trained:
             # The exception skips Composer's remaining events, so the loggers are told here to write the record.
-            self.partners.leave_early()
+            self.role.leave_early()
             for destination in logger.destinations:
                 destination.batch_checkpoint(state, logger)
             self.run_state.owes_evaluation = True
@@ -379,7 +379,7 @@ class Checkpointing(Callback):
 
     def has_unsaved_batches(self, state: State) -> bool:
         """Return whether this launch has trained batches that no save holds. The ranks exchange nothing."""
-        return self.partners.writes_checkpoints and int(state.timestamp.batch) > self.saved_batch
+        return self.role.writes_checkpoints and int(state.timestamp.batch) > self.saved_batch
 
     @cached_property
     def saves_into_run_folder(self) -> bool:
@@ -422,7 +422,7 @@ class Checkpointing(Callback):
         timer = self.policy.timer
         if self.saver.has_save_in_flight and not waits:
             return
-        if not self.partners.may_save():
+        if not self.role.may_save():
             if timer is not None:  # another launch saves
                 timer.note_begun()
             return
@@ -610,7 +610,7 @@ class Checkpointing(Callback):
             tokens_per_second=num_tokens / seconds if seconds else None,
             save_interval_seconds=timer.seconds if timer is not None else None,
             changes={change.key: [change.before, change.after] for change in self.changes},
-            **self.partners.segment,
+            **self.role.segment,
         )
         return (*self.segments, this_segment)
 

@@ -111,7 +111,7 @@ class GradientStep:
     """With exact sums: that number for this batch, and for all launches' rows by the time its gradient is finished."""
     num_skipped_batches: int = 0
     """Batches of this launch that were skipped for another reason than an overflow of fp16."""
-    measured_by_partners: Measured | None = None
+    measured_by_launches: Measured | None = None
     """This batch's norm and loss as several launches have measured them together; None if `finish` must measure."""
 
     def begin(self, num_microbatches: int, device: torch.device, *, num_ranks: int = 1) -> None:
@@ -126,7 +126,7 @@ class GradientStep:
         if self.scaler:
             self.model.loss_scale = self.scaler.scale / num_ranks
         self.num_microbatches_left = num_microbatches
-        self.measured_by_partners = None
+        self.measured_by_launches = None
         renew_copies(self.model.model)
 
     def begin_exact_sums(
@@ -176,7 +176,7 @@ class GradientStep:
         """
         # Loss and norm over all ranks. If several launches train together, they have measured them already.
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        measured = self.measured_by_partners
+        measured = self.measured_by_launches
         if measured is None:
             measured = self.measure(parameters, loss)
         norm, mean_loss, num_bad_losses, is_out_of_range = measured

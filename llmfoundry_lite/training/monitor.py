@@ -21,7 +21,7 @@ from llmfoundry_lite.config.callbacks_schema import ProfilerConfig
 from llmfoundry_lite.config.layout import Coordinates, DataRanks
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.training.adapter import LanguageModel
-from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.schedule import progress_of
 
 MIN_SECONDS = 1e-9
@@ -98,7 +98,7 @@ class RunMonitor(Callback):
     max_duration: Duration
     compute_dtype: str
     """Precision in which matrices are multiplied, as the table of accelerators names it."""
-    partners: Partners
+    role: LaunchRole
     batch_sizes: PerBatch
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ class RunMonitor(Callback):
         tokens = int(state.timestamp.token)
         return Progress(
             tokens=tokens,
-            tokens_here=tokens - self.partners.tokens_elsewhere,
+            tokens_here=tokens - self.role.tokens_elsewhere,
             seconds=state.timestamp.total_wct.total_seconds(),
         )
 

@@ -1,4 +1,4 @@
-"""The interface by which other launches of a run (`partners.py`) may read and change this one.
+"""The interface by which other launches of a run (`launch_role.py`) may read and change this one.
 
 They know nothing else of the training loop.
 """
@@ -24,7 +24,7 @@ from llmfoundry_lite.training.agreement import BatchCounts
 from llmfoundry_lite.training.gradient_step import LOSS, Measured
 from llmfoundry_lite.training.optimizers import clear_gradients, whole_parameters
 
-if TYPE_CHECKING:  # it imports the partners, which import this module
+if TYPE_CHECKING:  # it imports the role, which import this module
     from llmfoundry_lite.training.checkpointing import Checkpointing
 
 
@@ -195,7 +195,7 @@ class RunHandle:
 
     def commit(self, measured: Measured, counts: BatchCounts) -> None:
         """Set the current batch's norm, loss and counts to those of all launches. The ranks exchange nothing."""
-        self._gradient_step.measured_by_partners = measured
+        self._gradient_step.measured_by_launches = measured
         self._agreement.current = counts
 
     def drop_gradient(self) -> None:

@@ -9,7 +9,7 @@ import datetime
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,9 @@ class RunState:
 
     config: TrainConfig
     gradient_step: GradientStep
+    callbacks: dict[str, Callback] = field(default_factory=dict)
+    """The user's own callbacks and those of companions' blocks, by the names under which checkpoints keep their state:
+    the import path `package.module:Thing`, or the key of the block."""
     owes_evaluation: bool = False
     """The evaluation that is due after the checkpoint's batch is missing or incomplete."""
     _wandb_run_id: str | None = None
@@ -64,7 +67,7 @@ class RunState:
             "seed": self.config.seed,
             "owes_evaluation": self.owes_evaluation,
             "wandb_run_id": self._read_wandb_run_id(),
-            "callbacks": {name: callback.state_dict() for name, callback in self._user_callbacks(state).items()},
+            "callbacks": {name: callback.state_dict() for name, callback in self.callbacks.items()},
         }
 
     def restore(self, scalars: dict[str, Any], state: State) -> None:
@@ -91,7 +94,7 @@ class RunState:
         self.owes_evaluation = scalars["owes_evaluation"]
         if self.gradient_step.scaler is not None and scalars["loss_scaler"] is not None:
             self.gradient_step.scaler.load_state_dict(scalars["loss_scaler"])
-        for name, callback in self._user_callbacks(state).items():
+        for name, callback in self.callbacks.items():
             if scalars["callbacks"].get(name):
                 callback.load_state_dict(scalars["callbacks"][name])
 
@@ -103,20 +106,6 @@ class RunState:
         with contextlib.suppress(PermissionError):
             self._wandb_run_id = wandb_run_id(Path(self.config.run_folder))
         return self._wandb_run_id
-
-    def _user_callbacks(self, state: State) -> dict[str, Callback]:
-        """Return the user's own callbacks, by the name `module:Class` under which checkpoints keep their state.
-
-        They are those of Composer's callbacks whose class the YAML names with `python:module:Class`. The module in the
-        result is the one that defines the class, which may be another one than the YAML names.
-        """
-        class_names = {name.rsplit(":", 1)[-1] for name in self.config.callbacks.extra}
-        callbacks: dict[str, Callback] = {}
-        for callback in state.callbacks:
-            cls = type(callback)
-            if cls.__name__ in class_names:
-                callbacks[f"{cls.__module__}:{cls.__qualname__}"] = callback
-        return callbacks
 
 
 def chosen_options(group: dict[str, Any]) -> dict[str, Any]:
@@ -257,7 +246,7 @@ def find_differences(before: Segment, now: Segment) -> list[str]:
     For example, `["devices 8 -> 4", "attention sdpa -> flash"]`. Compares the fields in DIGITS_DEPEND_ON and the
     configured environment variables. A microbatch size of None in `now` was not chosen yet, and is not compared.
     """
-    pairs = {name: (getattr(before, field), getattr(now, field)) for name, field in DIGITS_DEPEND_ON.items()}
+    pairs = {name: (getattr(before, key), getattr(now, key)) for name, key in DIGITS_DEPEND_ON.items()}
     if now.device_train_microbatch_size is None:
         del pairs["microbatch"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer.core import State
 
-from llmfoundry_lite.ranks.status import HAS_PARTNERS, WAITS_FOR_SAVE
+from llmfoundry_lite.ranks.status import HAS_OTHER_LAUNCHES, WAITS_FOR_SAVE
 
 if TYPE_CHECKING:  # it imports this module
     from llmfoundry_lite.training.checkpointing import Checkpointing
@@ -25,7 +25,7 @@ def describe_saves(checkpointing: "Checkpointing") -> dict[str, Any]:
     if checkpointing.waits_for_save:
         fields[WAITS_FOR_SAVE] = checkpointing.waits_for_save
     if not checkpointing.config.trains_alone:
-        fields[HAS_PARTNERS] = True
+        fields[HAS_OTHER_LAUNCHES] = True
     return fields
 
 
@@ -35,7 +35,7 @@ def describe_remaining(checkpointing: "Checkpointing", state: State) -> str:
     It is a part of rank 0's exit message, such as "batches 5 to 8 are in no save; ba4 stands". It may be called
     from any thread, because the main thread may hang.
     """
-    if not checkpointing.partners.writes_checkpoints:
+    if not checkpointing.role.writes_checkpoints:
         return "what was saved stands"
 
     # A save that is published during a batch is in `durable_batch` first.
@@ -71,8 +71,8 @@ def describe_preemption(checkpointing: "Checkpointing", state: State) -> str:
     saved = "nothing to save yet"
     if checkpointing.published_batch > 0:
         saved = f"saved as ba{checkpointing.published_batch}{checkpointing.second_place.suffix}"
-    if not checkpointing.partners.writes_checkpoints:
-        saved = checkpointing.partners.instead_of_saving
+    if not checkpointing.role.writes_checkpoints:
+        saved = checkpointing.role.instead_of_saving
     again = "run the same command again"
     if not checkpointing.config.autoresume:
         again += " with autoresume=true"

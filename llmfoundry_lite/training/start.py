@@ -113,13 +113,13 @@ def describe_differences(
     state: State,
     manifest: Manifest,
     changes: Sequence[Change],
-    partner_fields: Mapping[str, Any],
+    role_fields: Mapping[str, Any],
 ) -> str:
     """Return in parentheses how this launch differs from the one that made the checkpoint; empty if it does not.
 
     manifest: the checkpoint's.
     changes: changed keys of the configuration.
-    partner_fields: further fields of this launch's segment, as `Partners.segment`.
+    role_fields: further fields of this launch's segment, as `LaunchRole.segment`.
 
     For example, " (optimizer.lr 0.001 -> 0.0005, devices 8 -> 4)": changed keys, and what may change the last digits of
     results. It is printed after the checkpoint's address.
@@ -138,7 +138,7 @@ def describe_differences(
         batch,
         batch,
         device_train_microbatch_size=microbatch_size,
-        **partner_fields,
+        **role_fields,
     )
     differences = [*map(str, changes), *find_differences(manifest.segments[-1], this_segment)]
     if manifest.run_name != config.run_name:

@@ -54,8 +54,8 @@ from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.ranks.status import has_lost_batches, read_status, refusals_recorded, status_of_early_end
 from llmfoundry_lite.training.builders import build_and_restore
 from llmfoundry_lite.training.checkpointing import Checkpointing
+from llmfoundry_lite.training.launch_role import LaunchRole, find_role
 from llmfoundry_lite.training.memory import choose_microbatch, explain_out_of_memory, is_out_of_memory
-from llmfoundry_lite.training.partners import Partners, find_partners
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.run_handle import RunHandle
@@ -79,30 +79,29 @@ class Launch:
     """The configuration, with `deterministic` as this machine needs it."""
     run_folder: RunFolder
     preemption: Preemption
-    partners: Partners
+    role: LaunchRole
     trainer: ParallelTrainer | None = None
     """None until `train` has built the run, as `checkpointing` is."""
     checkpointing: Checkpointing | None = None
 
 
-def train(config: TrainConfig, partners: Partners | None = None) -> None:
+def train(config: TrainConfig, role: LaunchRole | None = None) -> None:
     """Train as `config` says, from the run's newest checkpoint or from batch 1. Then export the model.
 
-    Collective: every rank of a launch calls this once, in a process of its own. `partners` are the other launches that
-    train the same run; None selects those that the configuration names. `docs/getting-started.md` lists the files in
-    the run folder.
+    Collective: every rank of a launch calls this once, in a process of its own. `role` is the role of the launch in the
+    run; None selects the one that the configuration names. `docs/getting-started.md` lists the files in the run folder.
 
     Returns when the run is done, or when this launch has reached `stop_at` or `stop_after`. Raises UserError for an
     error that the user can fix, Preempted if this launch has to leave before the run is done, and torch's communication
     errors if another rank has failed. All of them are recorded in status.json first.
     """
-    launch = start_launch(config, partners)
+    launch = start_launch(config, role)
     preemption, run_folder = launch.preemption, launch.run_folder
     try:
         # Build the run and restore it. From here on, an error may find batches that can still be saved.
-        launch.partners.connect()
-        start = find_start(launch.config, takes_lease=launch.partners.takes_lease_at_start)
-        trainer, checkpointing = build_and_restore(launch.config, run_folder, preemption, start, launch.partners)
+        launch.role.connect()
+        start = find_start(launch.config, takes_lease=launch.role.takes_lease_at_start)
+        trainer, checkpointing = build_and_restore(launch.config, run_folder, preemption, start, launch.role)
         launch.trainer = trainer
         launch.checkpointing = checkpointing
         preemption.listen()  # after Composer, whose signal handlers it replaces
@@ -113,7 +112,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         is_run_done = progress_of(trainer.state, launch.config.max_duration) >= 1
         has_batches_to_train = not is_run_done and not checkpointing.was_stopped
         if has_batches_to_train:
-            launch.partners.join_run(RunHandle(trainer, checkpointing, run_folder.leave))
+            launch.role.join_run(RunHandle(trainer, checkpointing, run_folder.leave))
         with user_errors_on_all_ranks():  # only rank 0 opens the log and the loggers
             run_folder.start(trainer, checkpointing.wandb_run_id, checkpointing.history)
 
@@ -131,7 +130,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         run_folder.finish("stopped" if checkpointing.was_stopped else "done")
         if launch.config.export_at_end and not checkpointing.was_stopped:
             export(launch.config, run_folder, checkpointing)
-        launch.partners.close(has_finished=not checkpointing.was_stopped)
+        launch.role.close(has_finished=not checkpointing.was_stopped)
     except BaseException as error:
         reported = end_with_error(error, launch)
         if isinstance(reported, Preempted):
@@ -145,10 +144,10 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
     preemption.note_end()
 
 
-def start_launch(config: TrainConfig, partners: Partners | None) -> Launch:
+def start_launch(config: TrainConfig, role: LaunchRole | None) -> Launch:
     """Choose this rank's device and kernels, connect it to the other ranks, and create the objects of a launch.
 
-    Collective. `partners` are the other launches of the run; None selects those that `config` names. The returned
+    Collective. `role` is the role of the launch in the run; None selects the one that `config` names. The returned
     `Launch` has no trainer yet: `train` sets `trainer` and `checkpointing` when it has built them. An error is recorded
     in status.json, and raised as UserError if the user can fix it.
     """
@@ -163,8 +162,8 @@ def start_launch(config: TrainConfig, partners: Partners | None) -> Launch:
 
     # `RunFolder` and `Preemption` need the rank, so the process group comes first.
     run_folder = RunFolder(config)
-    if partners is None:
-        partners = find_partners(config)
+    if role is None:
+        role = find_role(config)
     max_wall_seconds = None
     if config.max_wall_time is not None:
         max_wall_seconds = config.max_wall_time.seconds
@@ -175,7 +174,7 @@ def start_launch(config: TrainConfig, partners: Partners | None) -> Launch:
         on_reason=run_folder.note_leave_reason,
         on_leave=run_folder.leave,
     )
-    return Launch(config=config, run_folder=run_folder, preemption=preemption, partners=partners)
+    return Launch(config=config, run_folder=run_folder, preemption=preemption, role=role)
 
 
 def choose_kernels(config: TrainConfig, device_type: str) -> TrainConfig:
@@ -307,7 +306,7 @@ def evaluate(trainer: ParallelTrainer, checkpointing: Checkpointing) -> bool:
 
 
 def end_with_error(error: BaseException, launch: Launch) -> BaseException:
-    """Save what can be saved, record in status.json how the launch ends, and release the lease and the partners.
+    """Save what can be saved, record in status.json how the launch ends, and release the lease and the role.
 
     `error` is what has interrupted `train` on this rank. Returns the error to raise instead, which may be the same one.
     Every rank that meets an error calls this, but perhaps not all ranks do. So it waits for other ranks only where they
@@ -317,7 +316,7 @@ def end_with_error(error: BaseException, launch: Launch) -> BaseException:
     trainer, checkpointing = launch.trainer, launch.checkpointing
     if trainer is not None and checkpointing is not None and isinstance(error, Exception):
         save_unsaved_batches(error, trainer, launch.run_folder, checkpointing)
-    launch.partners.close()
+    launch.role.close()
     reported = record_end(error, launch)
     if not isinstance(reported, Preempted):
         launch.preemption.note_end(has_failed=True)
@@ -484,7 +483,7 @@ def export(config: TrainConfig, run_folder: RunFolder, checkpointing: Checkpoint
         checkpointing.preemption.saved = checkpoint_url.rsplit("/", 1)[-1]
     if run_folder.is_main:
         refusal = describe_export_problem(config.model)
-        if refusal is None and not checkpointing.partners.writes_checkpoints:
+        if refusal is None and not checkpointing.role.writes_checkpoints:
             refusal = "another launch of this run has its last save"
         export_on_rank_0(config, run_folder, checkpoint_url, refusal)
 

@@ -43,8 +43,8 @@ from llmfoundry_lite.parallel.exact import round_loss
 from llmfoundry_lite.ranks.exchange import all_reduce_max, raise_on_all_ranks
 from llmfoundry_lite.training.agreement import Agreement, count_rows
 from llmfoundry_lite.training.gradient_step import LOSS, GradientStep
+from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.optimizers import clear_gradients, whole_parameters
-from llmfoundry_lite.training.partners import Partners
 
 # The model is parallel already. Without FSDP inside, as in a pipeline, Composer would wrap it in DDP.
 composer_trainer.prepare_ddp_module = lambda model, find_unused_parameters: model
@@ -66,7 +66,7 @@ class ParallelTrainer(Trainer):
         ranks: DataRanks,
         agreement: Agreement,
         gradient_step: GradientStep,
-        partners: Partners,
+        role: LaunchRole,
         batch_sizes: PerBatch,
         **options: Any,
     ):
@@ -78,7 +78,7 @@ class ParallelTrainer(Trainer):
         self.ranks = ranks
         self.agreement = agreement
         self.gradient_step = gradient_step
-        self.partners = partners
+        self.role = role
         self.batch_sizes = batch_sizes
         self.last_stepped_batch = 0
         """The last batch whose optimizer step has begun. Until Composer counts that batch, weights and clock do not
@@ -147,10 +147,10 @@ class ParallelTrainer(Trainer):
     def _begin_epoch(self) -> None:
         """Let `agreement` read the epoch's remaining batches, of which it reads the first one now. Collective.
 
-        They contain the rows that the partners have assigned to this launch, or without partners all that the data
-        loader yields. A run with partners has batches of one size.
+        They contain this launch's share of the rows if it trains the run together with others; otherwise all rows that
+        the data loader yields. A run that several launches train together has batches of one size.
         """
-        batches = self.partners.batches()
+        batches = self.role.batches()
         dataset = getattr(self.state.dataloader, "dataset", None)
         if isinstance(dataset, TextDataset) and dataset.joins_batches:
             batches = self._joined_batches(dataset)
@@ -204,7 +204,7 @@ class ParallelTrainer(Trainer):
             state.batch = rows
 
             # Sum the gradient over other launches of this run, if there are any.
-            is_final = self.partners.exchange_gradient(loss_sum)
+            is_final = self.role.exchange_gradient(loss_sum)
             if not is_final:  # another launch has left, so this one computes the batch again with other rows
                 self._begin_epoch()
                 state.batch = self.agreement.next_batch()
@@ -212,7 +212,7 @@ class ParallelTrainer(Trainer):
         # From here until Composer counts the batch, weights and clock do not belong together.
         self.last_stepped_batch = int(state.timestamp.batch) + 1
         digest = format_digest(self.agreement.current.digest)
-        metrics: dict[str, Any] = {**self.partners.metrics(), "data/digest": digest}
+        metrics: dict[str, Any] = {**self.role.metrics(), "data/digest": digest}
         if self.batch_sizes.largest > self.batch_sizes.smallest:
             metrics["data/batch_size"] = self.batch_sizes.of(int(state.timestamp.batch))
         self.logger.log_metrics(metrics)
@@ -240,7 +240,7 @@ class ParallelTrainer(Trainer):
         weight = self.agreement.current.weight(by_tokens=by_tokens)  # tokens or samples with a loss, of all ranks
         loss_divisor = max(weight, 1) / self.ranks.size  # of several launches, one may have rows of padding alone
 
-        self.partners.begin_batch()
+        self.role.begin_batch()
         microbatches = [rows]
         if model.num_stages == 1:
             microbatches = list(self._train_data_spec.split_batch(rows, microbatch_size))

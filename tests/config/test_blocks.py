@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import pytest
+from composer.core import Callback
 
 from llmfoundry_lite import companions, dry_run, preflight
 from llmfoundry_lite.companions import Companion
 from llmfoundry_lite.config import blocks, fields
-from llmfoundry_lite.config.blocks import Block
+from llmfoundry_lite.config.blocks import RunBlock, SharedRun
 from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
 from llmfoundry_lite.config.changes import find_changes
 from llmfoundry_lite.config.eval_schema import EvalConfig
@@ -17,7 +18,8 @@ from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import find_run_folder, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.training.partners import Partners, find_partners
+from llmfoundry_lite.training import builders
+from llmfoundry_lite.training.launch_role import LaunchRole, find_role
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -26,7 +28,7 @@ class SwarmConfig:
     size: int = setting(1, POSITIVE, change="logged")
 
 
-class Swarm(Partners):
+class Swarm(LaunchRole):
     def __init__(self, config: TrainConfig):
         self.size = config.blocks["swarm"].size
 
@@ -40,15 +42,32 @@ def check_here(config: TrainConfig) -> None:
     raise ConfigError("swarm: nobody is here")
 
 
-BLOCK = Block(
+BLOCK = RunBlock(
     schema=SwarmConfig,
     rules=Setting(hardware=True),
-    partners=f"{__name__}:Swarm",
     check=check,
     check_here=check_here,
     describe=lambda config: f", one of {config.blocks['swarm'].size}",
-    folder_key="name",
+    shared_run=SharedRun(role=f"{__name__}:Swarm", folder_key="name"),
 )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PulseConfig:
+    every: int = setting(REQUIRED, POSITIVE)
+
+
+class Pulse(Callback):
+    def __init__(self, config: TrainConfig):
+        self.every = config.blocks["pulse"].every
+
+
+PULSE = RunBlock(
+    schema=PulseConfig,
+    describe=lambda config: f"every {config.blocks['pulse'].every} batches",
+    callback=f"{__name__}:Pulse",
+)
+NO_CALLBACK = RunBlock(schema=PulseConfig, callback="builtins:str")
 
 
 def forget() -> None:
@@ -62,7 +81,10 @@ def companion(monkeypatch):
     monkeypatch.setattr(
         companions,
         "find_companions",
-        lambda: [Companion(blocks=dict.fromkeys(("swarm", "flock"), f"{__name__}:BLOCK"))],
+        lambda: [
+            Companion(blocks=dict.fromkeys(("swarm", "flock"), f"{__name__}:BLOCK")),
+            Companion(blocks={"pulse": f"{__name__}:PULSE", "beat": f"{__name__}:NO_CALLBACK"}),
+        ],
     )
     monkeypatch.setattr(companions, "find_spec", lambda name: None)
     forget()
@@ -79,7 +101,8 @@ SWARM = "swarm={name: a, size: 3}"
 
 def test_a_block_is_checked_recorded_and_compared_as_one_of_ours(tmp_path):
     config = load(SWARM)
-    assert config.blocks == {"swarm": SwarmConfig(name="a", size=3), "flock": None} and not config.trains_alone
+    unused = {"flock": None, "pulse": None, "beat": None}
+    assert config.blocks == {"swarm": SwarmConfig(name="a", size=3), **unused} and not config.trains_alone
     assert as_dict(config)["swarm"] == {"name": "a", "size": 3} and "blocks" not in as_dict(config)
     assert config.run_folder == "runs/mpt-125m/a"
     assert is_for_hardware("swarm.size")
@@ -100,15 +123,30 @@ def test_a_block_is_checked_recorded_and_compared_as_one_of_ours(tmp_path):
 
 def test_a_block_brings_the_other_launches_and_says_so_in_a_dry_run():
     config, alone = load(SWARM), load()
-    partners = find_partners(config)
-    assert isinstance(partners, Swarm) and partners.size == 3
-    assert type(find_partners(alone)) is Partners
+    role = find_role(config)
+    assert isinstance(role, Swarm) and role.size == 3
+    assert type(find_role(alone)) is LaunchRole
     assert as_dict(alone)["swarm"] is None and alone.trains_alone
     layout = layout_of(config, 1, 1)
     with pytest.raises(ConfigError, match="nobody is here"):
         preflight.check(config, layout, must_exist=True)
     told = dry_run.describe_launch(config, layout, preflight.check(config, layout, must_exist=False))
     assert told.startswith("run            mpt-125m in runs/mpt-125m/a, one of 3\n")
+
+
+def test_a_block_without_other_launches_adds_its_callback_and_a_line(capsys):
+    config = load(SWARM, "pulse.every=5")
+    assert config.blocks["pulse"] == PulseConfig(every=5) and load("pulse.every=5").trains_alone
+    assert config.run_folder == "runs/mpt-125m/a" and isinstance(find_role(config), Swarm)
+    callbacks = builders.build_own_callbacks(config)
+    assert {name: callback.every for name, callback in callbacks.items()} == {"pulse": 5}
+    layout = layout_of(config, 1, 1)
+    told = dry_run.describe_launch(config, layout, preflight.check(config, layout, must_exist=False))
+    assert "\npulse          every 5 batches\n" in told
+    changed = find_changes(as_dict(config), as_dict(load(SWARM, "pulse.every=6")))
+    assert [str(one) for one in changed["logged"]] == ["pulse.every 5 -> 6"] and changed["never"] == []
+    with pytest.raises(ConfigError, match=r"^beat returns str, expected a Composer Callback$"):
+        builders.build_own_callbacks(load("beat.every=2"))
 
 
 def test_a_block_whose_companion_is_missing_names_it(tmp_path):

@@ -60,7 +60,7 @@ def test_a_launch_that_cannot_begin_makes_no_preemption_of_batches_that_no_save_
 def test_a_launch_that_cannot_train_lost_batches_again_is_no_preemption(tmp_path, before, last_saved, expected):
     """A rank was killed in batch 10, and the bucket does not answer the next launch. Batch scripts launch again."""
     status.write_status(tmp_path, before, 9, "killed", last_saved=last_saved, failed_saves=0)
-    island = told(tmp_path) | {"has_partners": True}
+    island = told(tmp_path) | {"has_other_launches": True}
     assert not status.has_lost_batches(island), "other islands hold and save the same batches"
     error = CheckpointError("s3://b: cannot be listed")
     error.__cause__ = TransientError("SlowDown")

@@ -22,7 +22,7 @@ from llmfoundry_lite.training import checkpointing as checkpointing_module
 from llmfoundry_lite.training import start as start_module
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
-from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.save_texts import describe_preemption, describe_saves
 from llmfoundry_lite.training.second_place import describe_missing_save
@@ -45,7 +45,7 @@ def checkpointing(folder: Path, start: Start, model: Any = None, **changes: Any)
         preemption,
         agreement,
         start,
-        Partners(),  # type: ignore[arg-type]
+        LaunchRole(),  # type: ignore[arg-type]
     )
 
 

@@ -18,7 +18,7 @@ from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import BatchCounts, count_tokens
 from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler, measure
-from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.trainer import ParallelTrainer
 
 
@@ -163,7 +163,7 @@ def trainer_of(rows_bt, rank, num_ranks, by_tokens, part=0, num_parts=1, **of_st
         _train_data_spec=spec, engine=SimpleNamespace(run_event=lambda event: None), _original_model=model,
         gradient_step=GradientStep(model=model, on_non_finite="skip", max_skipped_batches=1, **of_step),
         agreement=SimpleNamespace(current=BatchCounts(True, 4, 11, 7, 3, 0)),
-        accumulate_train_batch_on_tokens=by_tokens, partners=Partners(), batch_sizes=PerBatch.build(len(rows_bt), None),
+        accumulate_train_batch_on_tokens=by_tokens, role=LaunchRole(), batch_sizes=PerBatch.build(len(rows_bt), None),
         ranks=DataRanks(rank=rank, size=num_ranks, is_counted=True),
     )  # fmt: skip
 

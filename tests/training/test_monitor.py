@@ -12,8 +12,8 @@ from llmfoundry_lite.config.batch_schedule import PerBatch
 from llmfoundry_lite.config.layout import Coordinates, DataRanks
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.training import monitor
+from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.monitor import DropoutSeed, RunMonitor
-from llmfoundry_lite.training.partners import Partners
 
 
 def state_at(batch: int, seconds: float = 0.0) -> Any:
@@ -29,7 +29,7 @@ def test_the_time_that_is_left_is_by_the_pace_of_this_launch(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     logger: Any = SimpleNamespace(log_metrics=found.update)
-    run = RunMonitor(2, 6, Duration.parse("100ba"), "fp32", Partners(), PerBatch.build(8, None))
+    run = RunMonitor(2, 6, Duration.parse("100ba"), "fp32", LaunchRole(), PerBatch.build(8, None))
     run.fit_start(state_at(60, 500.0), logger)
     for batch, seconds in ((61, 502.0), (62, 505.0), (63, 509.0)):
         clock.seconds = 500.0 + seconds

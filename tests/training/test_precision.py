@@ -19,8 +19,8 @@ from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.adapter import LanguageModel
+from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.monitor import RunMonitor
-from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.run_state import build_segment
 from llmfoundry_lite.training.trainer import ParallelTrainer
 from tests.helpers.tiny import tiny_config, write_config
@@ -63,7 +63,7 @@ def test_training_computes_in_tf32_only_when_told(one_rank, flags, precision, al
         ranks=Layout().data_ranks(0),
         agreement=None,
         gradient_step=None,
-        partners=Partners(),
+        role=LaunchRole(),
         batch_sizes=ONE,
         model=model,
         device=AllowingDevice(),
@@ -100,7 +100,7 @@ def test_a_device_without_tf32_says_fp32(monkeypatch):
 
 def test_mfu_is_a_share_of_the_peak_of_what_is_computed(monkeypatch):
     monkeypatch.setattr(devices, "accelerator", lambda: ACCELERATORS["A100-80GB"])
-    peaks = [RunMonitor(1, 1, Duration.parse("1ba"), dtype, Partners(), ONE).peak_flops for dtype in ("fp32", "tf32")]
+    peaks = [RunMonitor(1, 1, Duration.parse("1ba"), dtype, LaunchRole(), ONE).peak_flops for dtype in ("fp32", "tf32")]
     assert peaks == [19.5e12, 156e12]
 
 

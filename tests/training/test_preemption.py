@@ -26,7 +26,7 @@ from llmfoundry_lite.ranks.status import read_status
 from llmfoundry_lite.training import preemption as preemption_module
 from llmfoundry_lite.training import train as train_module
 from llmfoundry_lite.training.checkpointing import Checkpointing
-from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.run_folder import RunFolder
 from tests.helpers.launch import ROOT
@@ -350,7 +350,7 @@ class Ended:
             is_main=False,
         )
         self.launch = train_module.Launch(
-            config=SimpleNamespace(), run_folder=run_folder, preemption=self.preemption, partners=Partners()
+            config=SimpleNamespace(), run_folder=run_folder, preemption=self.preemption, role=LaunchRole()
         )
 
     def let_time_pass(self):
@@ -395,7 +395,7 @@ def test_a_launch_that_is_done_stays_done_though_its_process_lives_on(tmp_path, 
     launch.launch.config.max_duration = None
     launch.preemption.listen = lambda: None
     for name, stand_in in {
-        "start_launch": lambda config, partners: launch.launch,
+        "start_launch": lambda config, role: launch.launch,
         "find_start": lambda config, takes_lease: None,
         "build_and_restore": lambda *arguments: (trainer, parts),
         "set_microbatch_size": lambda *arguments: None,

@@ -141,8 +141,8 @@ def test_a_launch_that_fails_before_its_process_group_is_on_record(tmp_path, mon
 def test_a_launch_that_leaves_while_it_exports_says_that_all_is_saved(monkeypatch):
     monkeypatch.setattr(training, "describe_export_problem", lambda model: "no layout holds it")
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: SimpleNamespace(set=print))
-    preemption, partners = SimpleNamespace(saved=None), SimpleNamespace(writes_checkpoints=True)
-    checkpointing: Any = SimpleNamespace(newest_url="a/checkpoints/ba2", preemption=preemption, partners=partners)
+    preemption, role = SimpleNamespace(saved=None), SimpleNamespace(writes_checkpoints=True)
+    checkpointing: Any = SimpleNamespace(newest_url="a/checkpoints/ba2", preemption=preemption, role=role)
     config: Any = SimpleNamespace(model=None)
     run_folder: Any = SimpleNamespace(folder=Path("a"), is_main=True)
     training.export(config, run_folder, checkpointing)

@@ -21,7 +21,7 @@ from llmfoundry_lite.ranks.status import WAITS_FOR_SAVE, has_lost_batches
 from llmfoundry_lite.training import checkpointing, failed_saves
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.failed_saves import FailedSaves
-from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.save_policy import Decision
 from llmfoundry_lite.training.save_texts import describe_preemption, describe_saves
@@ -56,7 +56,7 @@ class Run:
         parts.policy = SimpleNamespace(timer=None)
         parts.failed_saves, parts.on_saves = FailedSaves(parse_limit("30m")), lambda saves: None
         parts.unlogged_digest, parts.waits_for_save = {}, ""
-        parts.begun_batch, parts.published_batch, parts.partners, parts.first_batch = 4, 2, Partners(), 1
+        parts.begun_batch, parts.published_batch, parts.role, parts.first_batch = 4, 2, LaunchRole(), 1
         parts.print_on_rank_0 = lambda *lines, **facts: self.said.extend(lines)
         parts.store = SimpleNamespace(root=SimpleNamespace(url="run"), second=None)
         parts.second_place = SecondPlace(parts.store, self.said.append)
@@ -158,7 +158,7 @@ def test_batches_are_lost_that_no_save_holds(monkeypatch, batch, published_batch
 def test_an_island_says_that_others_hold_its_batches(monkeypatch):
     """It may have saved nothing itself, and its next launch meets a fault: that one has lost nothing."""
     parts = Run(monkeypatch).parts
-    assert "has_partners" not in describe_saves(parts)
+    assert "has_other_launches" not in describe_saves(parts)
     parts.config.trains_alone = False
     killed = {"status": "failed", "batch": 9, **describe_saves(parts)}
     assert killed["last_saved"] == "ba2" and not has_lost_batches(killed)

@@ -1,9 +1,9 @@
 """Exact islands: one run on several launches, which sum the gradient of every batch. Seen from one rank of one launch.
 
-`Islands` connects the training loop, which calls the methods of `Partners`, to the coordinator (`coordination.member`)
-and to the ranks of other islands (`tensors`). It reads this island's rows, exchanges gradients, applies the
-coordinator's decision on each batch, transfers state to islands that join, and decides who saves. The coordinator
-decides on membership and commits. `local_islands.py` derives from this class.
+`Islands` connects the training loop, which calls the methods of `LaunchRole`, to the coordinator
+(`coordination.member`) and to the ranks of other islands (`tensors`). It reads this island's rows, exchanges gradients,
+applies the coordinator's decision on each batch, transfers state to islands that join, and decides who saves. The
+coordinator decides on membership and commits. `local_islands.py` derives from this class.
 
 A batch counts on all islands or on none. Before the commit only gradients have changed. If the commit fails, they are
 dropped, and the batch is computed again with the rows of a new view.
@@ -36,7 +36,7 @@ from llmfoundry_lite.ranks.codec import decode_value, encode_value
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import all_reduce_max, all_reduce_sum, broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
-from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.run_handle import Measured, RunHandle
 
 POLL_SECONDS = 0.5
@@ -46,7 +46,7 @@ LABELS_PER_BATCH = 64
 has this number of labels: the first is its gradient, and the next ones are the kinds of state that joiners receive."""
 
 
-class Islands(Partners):
+class Islands(LaunchRole):
     """The other islands of this run, seen from one rank of this island.
 
     The methods are called in this order: `connect`, `join_run`, then `batches`, and for every batch `begin_batch`,

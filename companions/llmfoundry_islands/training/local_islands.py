@@ -32,7 +32,7 @@ from llmfoundry_islands.training.outer_weights import FragmentExchange, OuterWei
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import NonFiniteError
 from llmfoundry_lite.ranks.exchange import all_gather_json, all_reduce_max, all_reduce_sum
-from llmfoundry_lite.training.partners import Decision
+from llmfoundry_lite.training.launch_role import Decision
 from llmfoundry_lite.training.run_handle import RunHandle
 
 
@@ -579,7 +579,7 @@ class LocalIslands(Islands):
 
 
 def find_islands(config: TrainConfig) -> Islands:
-    """Return the partners of a run whose YAML has the block `islands`: with `islands.sync`, those of local steps."""
+    """Return the role of a launch whose YAML has the block `islands`: with `islands.sync`, that of local steps."""
     if settings_of(config).sync is None:
         return Islands(config)
     return LocalIslands(config)

@@ -23,7 +23,7 @@ from llmfoundry_islands.training.local_steps import divide_into_fragments, take_
 from llmfoundry_lite.checkpoint.state import local_tensor
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.ranks.exchange import all_gather_distinct
-from llmfoundry_lite.training.partners import OUTER_MOMENTUM
+from llmfoundry_lite.training.launch_role import OUTER_MOMENTUM
 
 
 class OuterWeights:

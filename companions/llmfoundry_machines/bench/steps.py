@@ -307,21 +307,21 @@ def measure_trainer(settings: dict[str, Any], dtype: str, mark: Mark) -> dict[st
     from llmfoundry_lite.config.schema import as_dict
     from llmfoundry_lite.parallel import fsdp
     from llmfoundry_lite.training.train import train
-    from llmfoundry_machines.bench.trainer import MeasuredRunPartners, draw_on_device
+    from llmfoundry_machines.bench.trainer import MeasuredRole, draw_on_device
 
     fsdp.initialise_weights = draw_on_device  # never undone: a process measures one side only
     with tempfile.TemporaryDirectory() as folder:
         path = write_run(Path(folder), settings, dtype)
         config = load_train_config([str(path), *settings.get("overrides", ())]).config
-        partners = MeasuredRunPartners(mark)
-        train(config, partners)
+        role = MeasuredRole(mark)
+        train(config, role)
         metrics_lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
 
     # A batch that has several records counts with its last one.
     records = map(json.loads, metrics_lines)
     seconds_by_batch = {record["batch"]: record["time/batch_seconds"] for record in records}
     step_seconds = [seconds_by_batch[batch] for batch in sorted(seconds_by_batch)]
-    microbatch_size = partners.microbatch_size
+    microbatch_size = role.microbatch_size
     # Two runs of one configuration should not differ in this machine's environment and in the temporary folder.
     trained = replace(config, device_train_microbatch_size=microbatch_size, environment={}, run_folder="")
     return {

@@ -1,4 +1,4 @@
-"""Two parts that turn a training run into a measurement: partners that mark its stages, and a quick draw of weights.
+"""Two parts that turn a training run into a measurement: a role that marks its stages, and a quick draw of weights.
 
 `steps.measure_trainer` passes them to the trainer. They are in a module of their own because it imports the training
 code, which `turns.py` lets a server import before it forks the measurements.
@@ -7,14 +7,14 @@ code, which `turns.py` lets a server import before it forks the measurements.
 import torch
 
 from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.optimizers import local
-from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.run_handle import RunHandle
 from llmfoundry_machines.bench.turns import READY, STEPS, TIMED, WARM_UP, Mark
 
 
-class MeasuredRunPartners(Partners):
-    """Partners of a measured run, which knows no other launch and saves nothing.
+class MeasuredRole(LaunchRole):
+    """Role of a launch in a measured run, which knows no other launch and saves nothing.
 
     The trainer calls the methods in their order here. `mark` is called with each stage of `turns.py` when the run
     reaches it, and the run goes on when it returns.

@@ -18,7 +18,7 @@ from llmfoundry_lite.checkpoint.start import Start
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.training.checkpointing import Checkpointing
-from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_ops import one_checkpoint
 from llmfoundry_ops.after_saves import Job, JobsAfterSaves, build_generate
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_is_being_read_is_kept_and_then_removed(tmp_path, monk
     config = load_train_config([write_config(tmp_path / "tiny.yaml", tiny_config(tmp_path / "data", **changes))]).config
     preemption = Preemption(tmp_path, 30.0, None, print, print)
     nothing: Any = SimpleNamespace()
-    there = Checkpointing(config, nothing, nothing, preemption, nothing, Start(), Partners())
+    there = Checkpointing(config, nothing, nothing, preemption, nothing, Start(), LaunchRole())
     there.published_batch, there.saver = -1, nothing
     there.saver.lease = lease = there.store.acquire()
     there.saver.first_answers = first_answers

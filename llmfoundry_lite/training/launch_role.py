@@ -1,4 +1,8 @@
-"""The interface between the training loop and other launches that train the same run. A companion implements it."""
+"""The role of a launch in its run: alone, or one of several launches that train the run together.
+
+The training loop asks the role what it may do: take the lease, save, choose rows, change a gradient. A companion has
+the role of a launch among others (`SharedRun` in `config/blocks.py`).
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,15 +20,16 @@ OUTER_MOMENTUM = "outer_momentum"
 steps."""
 
 
-def find_partners(config: TrainConfig) -> "Partners":
-    """Return the partners that a companion's block of the configuration names, such as `islands`; else no partners."""
+def find_role(config: TrainConfig) -> "LaunchRole":
+    """Return the role that a block of the configuration gives the launch, such as `islands`; else that of one alone."""
     for block in given_blocks(config.blocks).values():
-        return companions.import_address(block.partners)(config)
-    return Partners()
+        if block.shared_run is not None:
+            return companions.import_address(block.shared_run.role)(config)
+    return LaunchRole()
 
 
-class Partners:
-    """The other launches of this run, as one rank of this launch sees them. This base class has none.
+class LaunchRole:
+    """The role of this launch in its run, as one of its ranks plays it. This base class is that of a launch alone.
 
     The training loop calls each method at the place that its docstring names. Every method is collective over the ranks
     of this launch.
