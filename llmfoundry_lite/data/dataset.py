@@ -160,12 +160,17 @@ class TextDataset(IterableDataset):
             raise TypeError("epochs have different numbers of batches")
         return self.order.num_batches * self.device_batch_size
 
-    def position_after(self, batch: int) -> tuple[int, int]:
+    def position_after(self, batch: int, *, as_end: bool = False) -> tuple[int, int]:
         """Return the position in the data after the first `batch` batches of a run: epoch, and samples of it done.
 
-        The end of an epoch is the beginning of the next one.
+        The end of an epoch is the beginning of the next one. With `as_end`, it is all samples of the epoch that ends,
+        which is the position that Composer's clock has until it begins the next epoch.
         """
         epoch, step = self.stages.locate_batch(self.parts_of_batches.sum_before(batch))
+        is_between_epochs = step == 0 and epoch > 0
+        if as_end and is_between_epochs:
+            epoch -= 1
+            step = self.stages.num_batches(epoch)
         return epoch, step * self.global_batch_size
 
     def count_epochs(self, batch: int) -> float:

@@ -134,7 +134,8 @@ def _collect_data_state(state: State) -> dict[str, Any] | None:
         return None
     num_samples = int(state.timestamp.sample_in_epoch)
     if isinstance(dataset, TextDataset) and dataset.joins_batches:
-        epoch, num_samples = dataset.position_after(int(state.timestamp.batch))
+        has_begun = int(state.timestamp.batch_in_epoch) > 0
+        epoch, num_samples = dataset.position_after(int(state.timestamp.batch), as_end=has_begun)
         return dataset.state_dict(num_samples, epoch=epoch)
     if isinstance(dataset, TextDataset):  # an epoch's last batch may have rows of padding, which are no samples
         num_samples = int(state.timestamp.batch_in_epoch) * dataset.global_batch_size

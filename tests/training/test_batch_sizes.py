@@ -195,6 +195,22 @@ def test_a_run_of_one_size_may_get_a_schedule_where_an_epoch_has_ended(tmp_path,
     assert losses(tmp_path, "late") == losses(tmp_path, "at-once")
 
 
+@pytest.mark.parametrize("without", [None, {"20ba": 8}], ids=["removed", "of the smallest size"])
+def test_a_schedule_that_has_not_begun_may_go_where_an_epoch_has_ended(tmp_path, config, without):
+    """The launch without it counts its samples by Composer's clock, which still stands in the epoch that has ended."""
+    run(tmp_path, config, "with", batch_size_schedule={"20ba": 16}, max_duration="30ba", stop_at="9ba")
+    for batch in (12, 14):
+        run(tmp_path, config, "with", 2, batch_size_schedule=without, max_duration="30ba", stop_at=f"{batch}ba")
+    run(tmp_path, config, "never", batch_size_schedule=None, max_duration="30ba", stop_at="14ba")
+
+    places = [
+        open_checkpoint(saves(tmp_path, name) / "ba14").manifest.scalars["data"]["sample_in_epoch"]
+        for name in ("with", "never")
+    ]
+    assert places == [5 * 8, 5 * 8]  # an epoch has 9 batches of 8
+    assert digests_of(metrics(tmp_path, "with")) == digests_of(metrics(tmp_path, "never"))
+
+
 # ---------------------------------------------------------------------------------------------------- reading it again
 
 
