@@ -7,7 +7,7 @@ the checkpoints from which the launch could start, but no tensor.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from llmfoundry_lite import companions
@@ -18,8 +18,8 @@ from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.data_stages import distinct_streams, first_batches
 from llmfoundry_lite.config.layout import Layout, describe_layout
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.mup import initial_std_factor, learning_rate_factor, updates_of
-from llmfoundry_lite.config.parameter_groups import divide_parameters
+from llmfoundry_lite.config.mup import factors_of_kind, initial_std_factor, kind_by_name
+from llmfoundry_lite.config.parameter_groups import Factors, FactorsOf, divide_parameters
 from llmfoundry_lite.config.scalars import FromEnvironment
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.yaml_text import dump_record
@@ -35,7 +35,7 @@ from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.estimate.model_memory import describe_unknown_parts
 from llmfoundry_lite.estimate.own_optimizer import read_told_state
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
-from llmfoundry_lite.models.names import list_parameters
+from llmfoundry_lite.models.names import is_matrix_of_block, list_parameters
 from llmfoundry_lite.own_code import is_own
 from llmfoundry_lite.preflight import Preflight, count_epoch_samples
 
@@ -206,16 +206,19 @@ def _describe_mup(config: TrainConfig) -> list[str]:
         vector   norms, biases           x 1           0.01
         output   tied to the input                                     logits x 0.25
 
-    Empty without muP.
+    With `optimizer.param_groups`, which may have rates of their own, learning rates are factors, such as x 0.25, and
+    `_describe_groups` has the rates. Empty without muP.
     """
     model = config.model
     if model.mup is None:
         return []
     width_mult = model.width_mult
+    optimizer = config.optimizer
     rates = {}
     for kind in ("input", "hidden", "vector", "output"):
-        base_rate = config.optimizer.lr if kind == "hidden" else config.optimizer.adamw_lr or config.optimizer.lr
-        rates[kind] = f"{base_rate * learning_rate_factor(kind, width_mult, updates_of(config.optimizer)):g}"
+        factor = factors_of_kind(kind, optimizer, width_mult, is_matrix_of_block=kind == "hidden").lr
+        base_rate = optimizer.lr if kind == "hidden" else optimizer.adamw_lr or optimizer.lr
+        rates[kind] = f"x {factor:.4g}" if optimizer.param_groups else f"{base_rate * factor:g}"
     scale = model.softmax_scale or model.head_dim**-0.5
     output = ("lm_head", "x 1", rates["output"])
     if model.tie_word_embeddings:
@@ -390,11 +393,13 @@ def _describe_groups(config: TrainConfig) -> list[str]:
 
     0  the others              124,337,664 parameters of 50 tensors, lr 0.0006, weight decay 1e-05
     1  'norm|bias'                 121,344 parameters of 98 tensors, lr 0.0006, weight decay 0
+
+    With muP, the parameters of a group that have a rate of their own are a group of their own.
     """
     if not config.optimizer.param_groups:
         return []
     shapes = list_parameters(config.model)
-    groups = divide_parameters(shapes, config.optimizer)
+    groups = divide_parameters(shapes, config.optimizer, _mup_factors(config, shapes))
     width = max(len(str(group)) for group in groups)
     counts = [f"{sum(math.prod(shapes[name]) for name in group.names):,}" for group in groups]
     count_width = max(map(len, counts))
@@ -407,13 +412,28 @@ def _describe_groups(config: TrainConfig) -> list[str]:
             facts.append(f"adamw_lr {settings.adamw_lr:g}")
         if not is_own(settings.name):
             facts.append(f"weight decay {settings.decay:g}")
-        if index > 0:
-            given = config.optimizer.param_groups[index - 1].own_settings
-            facts += [f"{key} {value}" for key, value in given.items() if key in ("betas", "eps", "momentum")]
+        if group.index > 0:
+            given = config.optimizer.param_groups[group.index - 1].own_settings
+            facts += [f"{key} {getattr(settings, key)}" for key in given if key in ("betas", "eps", "momentum")]
         lines.append(f"{index}  {group!s:<{width}}  {', '.join(facts)}")
     if config.model.own_parts:
         lines.append("parameters of your own parts are not counted: a dry run imports no code")
     return lines
+
+
+def _mup_factors(config: TrainConfig, shapes: Mapping[str, Sequence[int]]) -> FactorsOf | None:
+    """Return the factors of muP of parameters of our own layers, whose shapes are given by name; None without muP."""
+    width_mult = config.model.width_mult
+    if width_mult == 1:
+        return None
+
+    def factors_of(name: str) -> Factors:
+        num_dimensions = len(shapes[name])
+        kind = kind_by_name(name, num_dimensions)
+        is_matrix = is_matrix_of_block(name, num_dimensions)
+        return factors_of_kind(kind, config.optimizer, width_mult, is_matrix_of_block=is_matrix)
+
+    return factors_of
 
 
 def _describe_memory(config: TrainConfig, layout: Layout) -> list[str]:

@@ -18,8 +18,8 @@ transformers", table 1).
 Scores of attention are proportional to 1 / head dimension, and not to 1 / sqrt(head dimension). Tied embeddings are an
 input, and divide the logits by m like an output.
 
-`models/mup.py` says of which kind a parameter is, `models/initialise.py` draws it, `training/mup.py` scales its
-learning rate, and `ModelConfig` has the multipliers.
+`models/mup.py` says of which kind a parameter is, and `models/initialise.py` draws it. `config/parameter_groups.py`
+divides parameters by their factors of the learning rate, and `ModelConfig` has the multipliers.
 """
 
 import math
@@ -28,9 +28,15 @@ from typing import Literal
 
 from llmfoundry_lite.config.fields import POSITIVE, REQUIRED, setting
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
+from llmfoundry_lite.config.optimizers import OPTIMIZERS
+from llmfoundry_lite.config.parameter_groups import Factors
 
 Kind = Literal["input", "output", "hidden", "vector"]
 """How a parameter's shape depends on the width; see the table above."""
+INPUTS = ("wte.weight", "wpe.weight")
+"""Ends of the names of the embeddings of tokens and of positions."""
+OUTPUT = "lm_head.weight"
+"""End of the name of the output embedding, if it is not tied to the input embedding."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -57,6 +63,15 @@ original: muon's updates have a spectral norm of rate sqrt(rows / columns), whic
 """
 
 
+def kind_by_name(name: str, num_dimensions: int) -> Kind:
+    """Return the kind of a parameter of our own layers, whose full name is `name`."""
+    if name.endswith(INPUTS):
+        return "input"
+    if name.endswith(OUTPUT):
+        return "output"
+    return "hidden" if num_dimensions > 1 else "vector"
+
+
 def initial_std_factor(kind: Kind, width_mult: float) -> float:
     """Return a parameter's initial standard deviation over that of the base model."""
     return 1.0 / math.sqrt(width_mult) if kind == "hidden" else 1.0
@@ -72,3 +87,18 @@ def updates_of(optimizer: OptimizerConfig) -> str:
 def learning_rate_factor(kind: Kind, width_mult: float, updates: str = "adam") -> float:
     """Return a parameter's learning rate over that of the base model. `updates` is a key of HIDDEN_LR_EXPONENTS."""
     return width_mult ** -HIDDEN_LR_EXPONENTS[updates] if kind == "hidden" else 1.0
+
+
+def factors_of_kind(
+    kind: Kind, optimizer: OptimizerConfig, width_mult: float, *, is_matrix_of_block: bool = False
+) -> Factors:
+    """Return what the optimizer's settings are multiplied by for parameters of a kind.
+
+    `is_matrix_of_block` says whether the parameter is a matrix of a block, which muon does not leave to AdamW.
+    """
+    updates = updates_of(optimizer) if is_matrix_of_block else "adam"
+    lr = learning_rate_factor(kind, width_mult, updates)
+    # A step shrinks weights by the same share as in the base model. Where torch multiplies the coefficient by the
+    # learning rate, it makes up for the rate's factor.
+    decay_follows_schedule = OPTIMIZERS[optimizer.name].decay_follows_schedule
+    return Factors(lr=lr, weight_decay=1.0 if decay_follows_schedule else 1.0 / lr, eps=1.0 / width_mult)

@@ -26,6 +26,7 @@ class Factors:
 
     lr: float = 1.0
     weight_decay: float = 1.0
+    eps: float = 1.0
 
 
 FactorsOf = Callable[[str], Factors]
@@ -40,6 +41,8 @@ class NamedGroup:
     """Those of the run, with the group's own."""
     pattern: str | None
     """The group's `param_str_match`; None for the parameters that no group matches."""
+    index: int = 0
+    """Its place in `optimizer.param_groups`, counted from 1; 0 for the parameters that no group matches."""
     names: list[str] = field(default_factory=list)
     """Its parameters, as checkpoints name them, in the model's order."""
     names_elsewhere: list[str] = field(default_factory=list)
@@ -55,14 +58,14 @@ def divide_parameters(
     """Divide parameters into the groups of `optimizer.param_groups`, those that no group matches first.
 
     names: all parameters of the model, as checkpoints name them.
-    factors_of: the factors of each parameter's learning rate and weight decay. A group whose parameters have several
+    factors_of: the factors of each parameter's settings, as muP has them. A group whose parameters have several
         factors becomes several, in the order in which they first occur.
 
     A group may be empty; `check_groups` refuses that.
     """
     groups = [NamedGroup(settings=optimizer, pattern=None)]
-    for group in optimizer.param_groups:
-        groups.append(NamedGroup(settings=settings_of(group, optimizer), pattern=group.param_str_match))
+    for index, group in enumerate(optimizer.param_groups, 1):
+        groups.append(NamedGroup(settings=settings_of(group, optimizer), pattern=group.param_str_match, index=index))
     expressions = [re.compile(group.param_str_match) for group in optimizer.param_groups]
 
     for name in names:
@@ -95,19 +98,19 @@ def _divide_by_factors(group: NamedGroup, factors_of: FactorsOf) -> list[NamedGr
     """Divide a group by the factors of its parameters. A group without parameters stays as it is."""
     if not group.names:
         return [group]
-    names_by_factors: dict[tuple[float, float], list[str]] = {}
+    names_by_factors: dict[Factors, list[str]] = {}
     for name in group.names:
-        factors = factors_of(name)
-        names_by_factors.setdefault((factors.lr, factors.weight_decay), []).append(name)
+        names_by_factors.setdefault(factors_of(name), []).append(name)
 
     settings = group.settings
     scaled_groups: list[NamedGroup] = []
-    for (lr, weight_decay), names in names_by_factors.items():
+    for factors, names in names_by_factors.items():
         scaled_settings = replace(
             settings,
-            lr=settings.lr * lr,
-            adamw_lr=None if settings.adamw_lr is None else settings.adamw_lr * lr,
-            weight_decay=settings.decay * weight_decay,
+            lr=settings.lr * factors.lr,
+            adamw_lr=None if settings.adamw_lr is None else settings.adamw_lr * factors.lr,
+            weight_decay=settings.decay * factors.weight_decay,
+            eps=settings.eps * factors.eps,
         )
         scaled_groups.append(replace(group, settings=scaled_settings, names=names))
     return scaled_groups
@@ -118,10 +121,10 @@ def _divide_by_factors(group: NamedGroup, factors_of: FactorsOf) -> list[NamedGr
 
 def check_groups(groups: Sequence[NamedGroup]) -> None:
     """Raise ConfigError for a group of `optimizer.param_groups` that has no parameter."""
-    for index, group in enumerate(groups[1:]):
-        if group.names:
+    for group in groups:
+        if group.index == 0 or group.names:
             continue
-        key = f"optimizer.param_groups[{index}].param_str_match"
+        key = f"optimizer.param_groups[{group.index - 1}].param_str_match"
         if group.names_elsewhere:
             raise ConfigError(
                 f"{key}: {group.pattern!r} matches {len(group.names_elsewhere)} parameters, and earlier groups have "
@@ -137,11 +140,11 @@ def check_groups(groups: Sequence[NamedGroup]) -> None:
 def describe_overlaps(groups: Sequence[NamedGroup]) -> list[str]:
     """Return a note for each group whose pattern matches parameters of earlier groups, too."""
     notes: list[str] = []
-    for index, group in enumerate(groups[1:]):
+    for group in groups:
         if group.names_elsewhere:
             num_matched = len(group.names) + len(group.names_elsewhere)
             notes.append(
-                f"optimizer.param_groups[{index}]: {len(group.names_elsewhere)} of the {num_matched} parameters that "
-                f"{group.pattern!r} matches are in earlier groups, such as {group.names_elsewhere[0]}"
+                f"optimizer.param_groups[{group.index - 1}]: {len(group.names_elsewhere)} of the {num_matched} "
+                f"parameters that {group.pattern!r} matches are in earlier groups, such as {group.names_elsewhere[0]}"
             )
     return notes

@@ -51,7 +51,7 @@ def initialise_weights(model: MPT, seed: int) -> None:
                 _local_tensor(parameter).fill_(0.0 if is_zero_bias else numbers[0])
                 continue
 
-            mup_kind = kind_of(full_name, parameter, owner) if model.config.mup is not None else "hidden"
+            mup_kind = kind_of(full_name, parameter.ndim, owner) if model.config.mup is not None else "hidden"
             full_name = _remove_wrappers(full_name)
             if kind == "scheme":
                 distribution = _choose_distribution(module, full_name, parameter.shape, model.config, mup_kind)

@@ -32,6 +32,11 @@ def list_parameters(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def is_matrix_of_block(name: str, num_dimensions: int) -> bool:
+    """Return whether a parameter is a matrix of a block, which Muon updates."""
+    return num_dimensions == 2 and "blocks" in name.split(".")
+
+
 def _list_block(model: ModelConfig) -> Iterator[NamedShape]:
     """Yield the parameters of a block."""
     d = model.d_model

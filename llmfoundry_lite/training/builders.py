@@ -46,7 +46,6 @@ from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.loss import OwnLoss, cross_entropy_sum, log_p_and_gradient
 from llmfoundry_lite.training.monitor import DropoutSeed, Profiler, RunMonitor
-from llmfoundry_lite.training.mup import scale_groups
 from llmfoundry_lite.training.optimizers import OptimizerContext, find_builder
 from llmfoundry_lite.training.own_optimizer import CompareOptimizerState
 from llmfoundry_lite.training.parameter_groups import group_parameters, own_groups
@@ -488,10 +487,7 @@ def build_optimizer_of(
         tensors = own_groups(config, groups)
         return call_object(config.name, "optimizer.name", "optimizer", config.kwargs, tensors, lr=config.lr)
     build = find_builder(config.name)
-    optimizer = build(groups, context)
-    if context.model_config.mup is not None:
-        scale_groups(optimizer, parameters, context.model, context.model_config)
-    return optimizer
+    return build(groups, context)
 
 
 # ------------------------------------------------------------------------------------------------------------- data

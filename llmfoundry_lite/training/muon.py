@@ -25,6 +25,7 @@ from llmfoundry_lite.config.layout import RowRanges
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.optimizer_schema import NEWTON_SCHULZ_STEPS, OptimizerConfig
 from llmfoundry_lite.models.mpt import has_attention_of_ours
+from llmfoundry_lite.models.names import is_matrix_of_block
 from llmfoundry_lite.parallel.mesh import build_stage_group
 from llmfoundry_lite.ranks.exchange import all_gather_json, rank_and_size
 from llmfoundry_lite.training.optimizers import OptimizerContext, ParameterGroup, adamw_group, local
@@ -100,8 +101,7 @@ def muon_of_groups(
         matrices: list[Matrix] = []
         other_parameters: dict[str, Parameter] = {}
         for name, parameter in parameters.items():
-            is_matrix_of_block = "blocks" in name.split(".") and parameter.ndim == 2
-            if is_matrix_of_block:
+            if is_matrix_of_block(name, parameter.ndim):
                 stacked_rows = model.stacked_rows(name) if has_attention_of_ours else ()
                 heights = stacked_rows or (parameter.size(0),)  # of q, k and v, if one parameter holds them
                 matrices.append(Matrix(parameter, heights, row_orders.get(name)))

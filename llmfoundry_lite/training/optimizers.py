@@ -13,7 +13,6 @@ from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
 from llmfoundry_lite.config.optimizers import LION_BETAS, OPTIMIZERS
-from llmfoundry_lite.config.parameter_groups import FactorsOf
 
 
 class ParameterGroup(NamedTuple):
@@ -34,8 +33,6 @@ class OptimizerContext:
     model_config: ModelConfig
     layout: Layout
     """How the run is divided among ranks."""
-    factors_of: FactorsOf | None = None
-    """Factors of each parameter's learning rate and weight decay, by its name in checkpoints; None for no factors."""
     fused: bool = True
     """Whether a step may be one kernel. On a CPU, the fused kernel's last digits depend on where a shard ends."""
 

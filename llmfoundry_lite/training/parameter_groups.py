@@ -11,6 +11,7 @@ from llmfoundry_lite.checkpoint.state import clean_name
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
 from llmfoundry_lite.config.parameter_groups import PREFIX, check_groups, divide_parameters
 from llmfoundry_lite.models.names import list_parameters
+from llmfoundry_lite.training.mup import build_factors
 from llmfoundry_lite.training.optimizers import OptimizerContext, ParameterGroup
 
 
@@ -19,15 +20,20 @@ def group_parameters(
 ) -> list[ParameterGroup]:
     """Divide this rank's parameters, which are given by name, into groups. Group 0 has those that no group matches.
 
-    All ranks get the same groups. Some are empty on a rank of a pipeline, which has some of the blocks.
+    With muP, a group becomes several if its parameters have different learning rates. All ranks get the same groups.
+    Some are empty on a rank of a pipeline, which has some of the blocks.
 
     Raises ConfigError, on all ranks, for a group without any parameter of the model.
     """
     names_here = {checkpoint_name(name): name for name in parameters}
     # Names of the user's own parts are not in the list. With these, every rank has the whole model.
+    num_dimensions = {name: parameters[name_here].ndim for name, name_here in names_here.items()}
+    num_dimensions |= {name: len(shape) for name, shape in list_parameters(context.model_config).items()}
+    # The model's order, and then the user's own parts in theirs.
     names = [*list_parameters(context.model_config)]
     names += [name for name in names_here if name not in set(names)]
-    named_groups = divide_parameters(names, config, context.factors_of)
+    factors_of = build_factors(config, context, names_here, num_dimensions)
+    named_groups = divide_parameters(names, config, factors_of)
     check_groups(named_groups)
 
     groups: list[ParameterGroup] = []

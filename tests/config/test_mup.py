@@ -4,9 +4,11 @@ import pytest
 
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.parameter_groups import Factors, check_groups, divide_parameters
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.dry_run import describe_launch
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.models.names import list_parameters
 from llmfoundry_lite.preflight import Preflight
 from tests.helpers.tiny import tiny_config, write_config
 
@@ -39,6 +41,34 @@ def test_a_dry_run_has_an_untied_output_and_muons_rates(tmp_path):
     lines = mup_lines(load(tmp_path, *WIDE, muon, "model.tie_word_embeddings=false"))
     assert lines[3].split()[6:] == ["0.5", "0.01", "scores", "of", "attention", "x", "0.3536"]
     assert lines[5].split() == ["output", "lm_head", "x", "1", "0.004", "logits", "x", "0.25"]
+
+
+GROUPS = "optimizer.param_groups=[{param_str_match: norm|bias, weight_decay: 0}, {param_str_match: up_proj, lr: 0.03}]"
+
+
+@pytest.mark.parametrize(("width", "hidden_rates"), [(128, ("0.0025", "0.0075")), (16, ("0.02", "0.06"))])
+def test_a_dry_run_shows_the_true_rates_of_groups(tmp_path, width, hidden_rates):
+    """The width is four times that of the base model, or half of it."""
+    config = load(tmp_path, *WIDE, f"model.d_model={width}", f"model.n_heads={width // 8}", GROUPS)
+    lines = describe_launch(config, layout_of(config, 1), Preflight()).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("groups"))
+    rates = [line.split(", ")[1] for line in lines[first : first + 4]]
+    # Group 0 has embeddings and matrices. The norms and biases have one rate, and so have the matrices of up_proj.
+    assert rates == ["lr 0.01", f"lr {hidden_rates[0]}", "lr 0.01", f"lr {hidden_rates[1]}"]
+    assert "'norm|bias'" in lines[first + 2] and "'up_proj'" in lines[first + 3]
+    # The rate of the block `optimizer` is not that of every group, so the table has factors.
+    factor = f"x {32 / width:g}"
+    assert f"  {factor}  " in mup_lines(config)[3]
+
+
+def test_an_empty_group_is_named_by_its_own_place(tmp_path):
+    """With muP the first group is divided, so that places among the divided groups are others."""
+    config = load(tmp_path, *WIDE, "optimizer.param_groups=[{param_str_match: proj}, {param_str_match: nothing}]")
+    groups = divide_parameters(
+        list_parameters(config.model), config.optimizer, lambda name: Factors(lr=0.5 if "proj" in name else 1)
+    )
+    with pytest.raises(ConfigError, match=r"^optimizer.param_groups\[1\].param_str_match: 'nothing' matches no"):
+        check_groups(groups)
 
 
 def test_without_mup_neither_a_dry_run_nor_a_record_mentions_it(tmp_path):

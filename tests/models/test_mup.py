@@ -28,7 +28,7 @@ def initialised(config: ModelConfig) -> MPT:
 
 
 def kind(model: MPT, name: str) -> str:
-    return kind_of(name, model.get_parameter(name), find_owner(model, name))
+    return kind_of(name, model.get_parameter(name).ndim, find_owner(model, name))
 
 
 def init_of(scheme: str) -> InitConfig:

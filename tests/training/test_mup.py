@@ -4,6 +4,14 @@ import pytest
 import torch
 
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors, open_checkpoint
+from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.mup import MupConfig
+from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
+from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.training.builders import build_optimizer_of
+from llmfoundry_lite.training.memory import _state_bytes
+from llmfoundry_lite.training.optimizers import OptimizerContext
 from tests.helpers.present import needs
 from tests.helpers.runs import attempt, losses, run, saves
 from tests.helpers.tiny import tiny_config, write_data
@@ -89,7 +97,8 @@ def test_muon_has_a_rate_of_its_own_for_matrices(folder, adjust_lr_fn, factor):
     run(folder, config(folder, optimizer=muon), name, stop_at="2ba")
     run(folder, config(folder, optimizer=muon), name, 2, **SHARDED)
     assert_bit_equal(folder, name, f"{name}-whole")
-    matrices, others, _ = open_checkpoint(saves(folder, name) / "ba6").manifest.optimizer["groups"]
+    groups = open_checkpoint(saves(folder, name) / "ba6").manifest.optimizer["groups"]
+    matrices, others = (group for group in groups if group["params"])
     assert matrices["options"]["initial_lr"] == pytest.approx(2e-2 * factor)
     assert matrices["options"]["weight_decay"] == pytest.approx(0.1 / factor)
     assert others["options"]["initial_lr"] == 1e-2 and others["options"]["weight_decay"] == 0.1
@@ -123,3 +132,53 @@ def test_another_learning_rate_in_mid_run_scales_both_groups(folder):
     run(folder, config(folder, optimizer=optimizer), name)
     groups = open_checkpoint(saves(folder, name) / "ba6").manifest.optimizer["groups"]
     assert [group["options"]["initial_lr"] for group in groups] == [2e-2, 1e-2]
+
+
+# ------------------------------------------------------------------------------------ with optimizer.param_groups
+
+GROUPS = [
+    {"param_str_match": "norm|bias", "weight_decay": 0.0},
+    {"param_str_match": r"blocks\.1\.ffn|wpe", "lr": 4e-3, "weight_decay": 0.2},
+]
+
+
+@pytest.mark.parametrize("name", ["decoupled_adamw", "adamw", "muon"])
+@needs("llmfoundry_layouts")
+def test_groups_have_factors_on_top_and_move_between_layouts_bit_equal(folder, name):
+    optimizer = {"name": name, "lr": 1e-2, "weight_decay": 0.1, "param_groups": GROUPS}
+    run(folder, config(folder, optimizer=optimizer), f"groups-{name}-whole")
+    moves = [(1, {}), LAYOUTS["sharded"], LAYOUTS["ZeRO-1"], LAYOUTS["stages"]]
+    for stop, (num_ranks, layout) in zip(("1ba", "2ba", "4ba", "6ba"), moves, strict=True):
+        run(folder, config(folder, optimizer=optimizer), f"groups-{name}", num_ranks, stop_at=stop, **layout)
+    assert_bit_equal(folder, f"groups-{name}", f"groups-{name}-whole")
+
+    settings = {}
+    for group in open_checkpoint(saves(folder, f"groups-{name}") / "ba6").manifest.optimizer["groups"]:
+        options = group["options"]
+        # The share of a weight that a step at the full rate takes away.
+        decay = options["weight_decay"] * options["initial_lr"]
+        for parameter in group["params"]:
+            settings[parameter.partition("transformer.")[2]] = pytest.approx((options["initial_lr"], decay))
+    factor = 0.5**0.5 if name == "muon" else 0.5
+    by_rate = {"decoupled_adamw": 1}  # weight decay is a share already; the others multiply it by the rate
+    assert settings["wte.weight"] == (1e-2, 0.1 * by_rate.get(name, 1e-2))
+    assert settings["blocks.0.ffn.up_proj.weight"] == (1e-2 * factor, 0.1 * by_rate.get(name, 1e-2))
+    assert settings["wpe.weight"] == (4e-3, 0.2 * by_rate.get(name, 4e-3))
+    assert settings["blocks.1.ffn.up_proj.weight"] == (4e-3 * factor, 0.2 * by_rate.get(name, 4e-3))
+    assert settings["blocks.1.ffn.up_proj.bias"] == (1e-2, 0.0)
+
+
+def test_muons_state_is_counted_by_what_each_group_keeps():
+    """The search for a microbatch reserves memory for it before the first step."""
+    model_config = ModelConfig(
+        d_model=32, n_heads=4, n_layers=2, max_seq_len=32, vocab_size=95, mup=MupConfig(base_width=16)
+    )
+    model = MPT(model_config)
+    context = OptimizerContext(model=model, model_config=model_config, layout=Layout())
+    optimizer = build_optimizer_of(OptimizerConfig(name="muon", lr=0.1), dict(model.named_parameters()), context)
+    parameters = dict(model.named_parameters())
+    num_elements = sum(parameter.numel() for parameter in parameters.values())
+    num_in_matrices = sum(
+        parameter.numel() for name, parameter in parameters.items() if "blocks" in name and parameter.ndim == 2
+    )
+    assert _state_bytes(optimizer, (1, 2)) == 4 * (num_in_matrices + 2 * (num_elements - num_in_matrices))
