@@ -414,7 +414,10 @@ def _describe_groups(config: TrainConfig) -> list[str]:
             facts.append(f"weight decay {settings.decay:g}")
         if group.index > 0:
             given = config.optimizer.param_groups[group.index - 1].own_settings
-            facts += [f"{key} {getattr(settings, key)}" for key in given if key in ("betas", "eps", "momentum")]
+            if is_own(settings.name):
+                facts += [f"{key} {value}" for key, value in given.items() if key not in ("lr", "adamw_lr")]
+            else:
+                facts += [f"{key} {getattr(settings, key)}" for key in given if key in ("betas", "eps", "momentum")]
         lines.append(f"{index}  {group!s:<{width}}  {', '.join(facts)}")
     if config.model.own_parts:
         lines.append("parameters of your own parts are not counted: a dry run imports no code")

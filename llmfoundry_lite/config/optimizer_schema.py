@@ -24,6 +24,8 @@ from llmfoundry_lite.own_code import PREFIX, is_own
 
 NEWTON_SCHULZ_STEPS = 5
 """Default of muon's ns_steps, the iterations of Newton and Schulz's method."""
+MAX_PATTERN_LENGTH = 1000
+"""Maximum length of a `param_str_match`, in characters."""
 FRACTION_OF_RUN = (*TIME_UNITS, "dur")
 """Units of durations that may also be a fraction of the run, such as 0.1dur."""
 
@@ -60,15 +62,22 @@ def _with_optimizers_of_run(key: str) -> tuple[Use, ...]:
     )
 
 
+OWN_OPTIMIZER_OF_RUN = Use(
+    has_effect=lambda _, run: is_own(run.optimizer.name),
+    reason="{run.optimizer.name} is no optimizer of your own; remove it",
+    is_refused=True,
+)
 VALID_BETA = validator("0 <= beta < 1", lambda value: 0 <= value < 1)
 VALID_MOMENTUM = validator("0 <= momentum < 1", lambda value: 0 <= value < 1)
 
 
 def _check_expression(value: str) -> None:
-    """Check a regular expression. Raises ValueError for one that Python's `re` does not compile."""
+    """Check a regular expression. Raises ValueError for one that is too long or that Python's `re` does not compile."""
+    if len(value) > MAX_PATTERN_LENGTH:
+        raise ValueError(f"a regular expression of at most {MAX_PATTERN_LENGTH} characters")
     try:
         re.compile(value)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:  # the last two for a{99999999999} and many brackets
         raise ValueError(f"a regular expression; Python's re says: {error}") from None
 
 
@@ -86,12 +95,20 @@ class ParameterGroupConfig:
     adamw_lr: float | None = setting(None, POSITIVE, change="logged", uses=_with_optimizers_of_run("adamw_lr"))
     """With muon, the rate of what is no matrix. Default: lr of the group, if it has one."""
     momentum: float | None = setting(None, VALID_MOMENTUM, uses=_with_optimizers_of_run("momentum"))
+    kwargs: dict[str, Any] = setting(dict, uses=(OWN_OPTIMIZER_OF_RUN,))
+    """Settings that a `python:` optimizer has for its groups. Keys of the group that are not ours are moved here."""
+
+    @property
+    def our_settings(self) -> dict[str, Any]:
+        """The group's own settings that have keys of ours, by key."""
+        names = [key.name for key in fields(self) if key.name not in ("param_str_match", "kwargs")]
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def own_settings(self) -> dict[str, Any]:
-        """The settings that the group has itself, by key."""
-        values = {key.name: getattr(self, key.name) for key in fields(self) if key.name != "param_str_match"}
-        return {name: value for name, value in values.items() if value is not None}
+        """All settings that the group has itself, by key."""
+        return {**self.our_settings, **self.kwargs}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

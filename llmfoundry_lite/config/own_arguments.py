@@ -5,12 +5,13 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from llmfoundry_lite.config.data_schema import OF_THE_MODEL, LoaderConfig
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import ConfigLayer, find_value
-from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig, ModelConfig
+from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig
+from llmfoundry_lite.config.optimizer_schema import ParameterGroupConfig
 from llmfoundry_lite.own_code import is_own
 
 
@@ -22,8 +23,19 @@ class NamedPart:
     """Dotted key of the block."""
     name_key: str
     """Key in it that has the name."""
-    other_keys: Collection[str]
+    other_keys: Collection[str] = ()
     """Keys of the block that are not the part's, perhaps dotted: they keep their meaning whatever the name is."""
+    only_key: str | None = None
+    """The one key that has the part's arguments, if the rest of the block is not about the part. Misspelt keys of the
+    rest must then stay, so that they are refused."""
+
+    def has(self, path: Sequence[Any]) -> bool:
+        """Return whether a value in the block, by its path there, is an argument of the part."""
+        if self.only_key is not None:
+            return path[0] == self.only_key
+        if path[0] == self.name_key or path[0] in self.other_keys:
+            return False
+        return ".".join(map(str, path)) not in self.other_keys
 
 
 def find_named_parts(values: Mapping[str, Any]) -> Iterator[NamedPart]:
@@ -31,26 +43,22 @@ def find_named_parts(values: Mapping[str, Any]) -> Iterator[NamedPart]:
 
     Their key is the name itself. `values` say which loaders there are.
     """
-    yield NamedPart("optimizer", "name", {"lr", "param_groups"})
-    yield NamedPart("scheduler", "name", ())
-    yield NamedPart("model.ffn_config", "ffn_type", ())
+    # Groups of parameters go with the optimizer, because their settings are arguments of it.
+    yield NamedPart("optimizer", "name", other_keys={"lr"})
+    yield NamedPart("scheduler", "name")
+    yield NamedPart("model.ffn_config", "ffn_type")
 
     # Attention gets the whole block `model`. The arguments of norms and of the loss are in keys of their own.
-    yield NamedPart("model.attn_config", "attn_type", keys_of(AttentionConfig).keys() - {"kwargs"})
-    yield NamedPart("model", "norm_type", keys_of(ModelConfig).keys() - {"norm_kwargs"})
-    yield NamedPart("model", "loss_fn", keys_of(ModelConfig).keys() - {"loss_kwargs"})
-    yield NamedPart("model.attn_config", "norm_type", _all_but(values, "model.attn_config", "norm_kwargs"))
+    yield NamedPart("model.attn_config", "attn_type", other_keys=keys_of(AttentionConfig).keys() - {"kwargs"})
+    yield NamedPart("model", "norm_type", only_key="norm_kwargs")
+    yield NamedPart("model", "loss_fn", only_key="loss_kwargs")
+    yield NamedPart("model.attn_config", "norm_type", only_key="norm_kwargs")
+
     # Keys of a loader may come from a hardware overlay. Its data set is a loader's own, but for what the model reads.
     of_every_loader = keys_of(LoaderConfig).keys() - {"kwargs", "dataset"}
     of_the_model = {f"dataset.{key}" for key in OF_THE_MODEL}
     for block in _loader_blocks(values):
-        yield NamedPart(block, "name", of_every_loader | of_the_model)
-
-
-def _all_but(values: Mapping[str, Any], block_key: str, key: str) -> set[str]:
-    """Return the keys that a block of `values` has, without `key`."""
-    _, block = find_value(values, block_key)
-    return {*block} - {key} if isinstance(block, dict) else set()
+        yield NamedPart(block, "name", other_keys=of_every_loader | of_the_model)
 
 
 def _loader_blocks(values: Mapping[str, Any]) -> list[str]:
@@ -75,70 +83,80 @@ def drop_keys_of_other_parts(values: dict[str, Any], layers: Sequence[ConfigLaye
         _, block = find_value(values, part.block)
         if not isinstance(block, dict):
             continue
-        naming = _find_naming(part, layers)
+        names = _find_names(part, layers)
         name = block.get(part.name_key)
-        if not is_own(name) and not is_own(naming.replaced_name):
+        if not is_own(name) and not any(map(is_own, names)):
             continue
 
+        # Two parts of ours share a schema, so what a file sets beside one of them is kept for another one.
+        if is_own(name):
+            is_for_part = [name_of_layer == names[-1] for name_of_layer in names]
+        else:
+            is_for_part = [not is_own(name_of_layer) for name_of_layer in names]
+
         blocks_of_layers = [find_value(layer.values, part.block)[1] for layer in layers]
-        blocks_before = blocks_of_layers[: naming.index]
-        dropped = []
-        for path in [*_find_foreign(block, blocks_of_layers[naming.index :])]:
-            is_of_part = (
-                path[0] not in (part.name_key, *part.other_keys) and ".".join(map(str, path)) not in part.other_keys
-            )
-            if is_of_part:
-                _remove(block, path)
-                for layer_block in blocks_before:
-                    _remove(layer_block, path)
-                dropped.append(".".join(map(str, path)))
+        dropped: list[str] = []
+        for path in [*_find_foreign(block, blocks_of_layers, is_for_part)]:
+            if not part.has(path):
+                continue
+            _remove(block, path)
+            for layer_block in blocks_of_layers:
+                _remove(layer_block, path)
+            dropped.append(".".join(map(str, path)))
         if dropped:
             keys = ", ".join(dropped)
+            source = layers[_find_naming(names)].source
             notes.append(
-                f"{layers[naming.index].source}: {part.block}.{part.name_key}: {name} is not given {keys}, which an "
+                f"{source}: {part.block}.{part.name_key}: {name} is not given {keys}, which an "
                 "earlier file sets for another one; to pass them, give them with the name"
             )
     return notes
 
 
-class Naming(NamedTuple):
-    """Where a part got its name."""
-
-    index: int
-    """Number of the layer that has named it, from 0."""
-    replaced_name: Any
-    """Name of the part before, which that layer has replaced; None if there was none."""
-
-
-def _find_naming(part: NamedPart, layers: Sequence[ConfigLayer]) -> Naming:
-    """Find the first of the last layers that give a part its name. It is the first of all if none names it."""
-    first_with_part = 0
+def _find_names(part: NamedPart, layers: Sequence[ConfigLayer]) -> list[Any]:
+    """Return the name of the part as it is after each layer; None until a layer names it."""
+    names: list[Any] = []
     name = None
-    replaced_name = None
-    for index, layer in enumerate(layers):
+    for layer in layers:
         is_named, name_in_layer = find_value(layer.values, f"{part.block}.{part.name_key}")
-        if is_named and name_in_layer != name:
-            first_with_part = index
-            replaced_name = name
+        if is_named:
             name = name_in_layer
-    return Naming(first_with_part, replaced_name)
+        names.append(name)
+    return names
 
 
-def _find_foreign(block: dict[Any, Any], blocks_of_layers: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of each value in a merged block that none of the layers sets. An empty block counts as a value.
+def _find_naming(names: Sequence[Any]) -> int:
+    """Return the index of the layer since which the part has had its last name. `names` has its name in each layer."""
+    index = len(names) - 1
+    while index > 0 and names[index - 1] == names[-1]:
+        index -= 1
+    return index
 
-    `blocks_of_layers` has the same block in each layer. One that is no dictionary, such as a reference `${...}`, sets
-    all keys, and None sets none.
+
+def _find_foreign(
+    block: dict[Any, Any], blocks_of_layers: Sequence[Any], is_for_part: Sequence[bool]
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of each value in a merged block that a layer has set for another part. An empty block is a value.
+
+    The last layer that sets a value decides. `blocks_of_layers` has the same block in each layer, and `is_for_part`
+    says of each layer whether it sets the block for the part. A block that is no dictionary, such as a reference
+    `${...}`, sets all keys, and None sets none.
     """
-    given = [layer_block for layer_block in blocks_of_layers if layer_block is not None]
-    if not all(isinstance(layer_block, dict) for layer_block in given):
-        return
     for key, value in block.items():
-        values_in_layers = [layer_block[key] for layer_block in given if key in layer_block]
         if isinstance(value, dict) and value:
-            for path in _find_foreign(value, values_in_layers):
+            inner_blocks = [
+                layer_block.get(key) if isinstance(layer_block, dict) else layer_block
+                for layer_block in blocks_of_layers
+            ]
+            for path in _find_foreign(value, inner_blocks, is_for_part):
                 yield (key, *path)
-        elif not values_in_layers:
+            continue
+        setting_layers = [
+            index
+            for index, layer_block in enumerate(blocks_of_layers)
+            if layer_block is not None and (not isinstance(layer_block, dict) or key in layer_block)
+        ]
+        if setting_layers and not is_for_part[setting_layers[-1]]:
             yield (key,)
 
 
@@ -173,12 +191,23 @@ def collect_own_arguments(values: dict[str, Any]) -> None:
         optimizer: {name: python:my.module:Sgd, lr: 0.1, nesterov: true}      # becomes
         optimizer: {name: python:my.module:Sgd, lr: 0.1, kwargs: {nesterov: true}}
 
+        param_groups: [{param_str_match: norm, nesterov: false}]              # of such an optimizer, becomes
+        param_groups: [{param_str_match: norm, kwargs: {nesterov: false}}]
+
         callbacks: {python:my.module:Log: {every: 10}}                        # becomes
         callbacks: {extra: {python:my.module:Log: {every: 10}}}
     """
     # The user's optimizer or schedule may have an argument of the same name as a key of ours, such as `betas`, so only
     # the first keys stay. All keys of a loader stay, because they may come from a hardware overlay.
-    move_arguments(values.get("optimizer"), "name", {"name", "lr", "param_groups", "kwargs"})
+    optimizer = values.get("optimizer")
+    move_arguments(optimizer, "name", {"name", "lr", "param_groups", "kwargs"})
+    if isinstance(optimizer, dict) and is_own(optimizer.get("name")):
+        groups = optimizer.get("param_groups")
+        if isinstance(groups, list):  # the schema refuses anything else
+            # The layers have the same groups, so these are changed in copies.
+            optimizer["param_groups"] = [dict(group) if isinstance(group, dict) else group for group in groups]
+            for group in optimizer["param_groups"]:
+                _move_keys(group, keys_of(ParameterGroupConfig))
     move_arguments(values.get("scheduler"), "name", {"name", "kwargs"})
     for block_key in _loader_blocks(values):
         _, loader = find_value(values, block_key)
@@ -200,10 +229,17 @@ def move_arguments(block: Any, name_key: str, known_keys: Collection[str]) -> No
     `name_key` is the key of the name. Changes the block in place. Blocks of our own objects, and values that are not
     blocks, are left alone.
     """
-    if not isinstance(block, dict) or not is_own(block.get(name_key)):
+    if isinstance(block, dict) and is_own(block.get(name_key)):
+        _move_keys(block, known_keys)
+
+
+def _move_keys(block: Any, known_keys: Collection[str]) -> None:
+    """Move the keys of a block that are not in `known_keys` into its `kwargs`. The schema refuses what is no block."""
+    if not isinstance(block, dict):
         return
     kwargs = block.get("kwargs") or {}
     if not isinstance(kwargs, dict):
-        return  # the schema refuses it
+        return
     arguments = {key: block.pop(key) for key in list(block) if key not in known_keys}
-    block["kwargs"] = {**kwargs, **arguments}
+    if arguments or "kwargs" in block:
+        block["kwargs"] = {**kwargs, **arguments}

@@ -88,10 +88,10 @@ def settings_of(group: ParameterGroupConfig, optimizer: OptimizerConfig) -> Opti
 
     A learning rate of the group is that of all its parameters, so it replaces `adamw_lr`, too.
     """
-    own_settings = group.own_settings
+    own_settings = group.our_settings
     if "lr" in own_settings:
         own_settings = {"adamw_lr": None, **own_settings}
-    return replace(optimizer, **own_settings)
+    return replace(optimizer, **own_settings, kwargs={**optimizer.kwargs, **group.kwargs})
 
 
 def _divide_by_factors(group: NamedGroup, factors_of: FactorsOf) -> list[NamedGroup]:

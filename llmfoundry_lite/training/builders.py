@@ -48,7 +48,7 @@ from llmfoundry_lite.training.loss import OwnLoss, cross_entropy_sum, log_p_and_
 from llmfoundry_lite.training.monitor import DropoutSeed, Profiler, RunMonitor
 from llmfoundry_lite.training.optimizers import OptimizerContext, find_builder
 from llmfoundry_lite.training.own_optimizer import CompareOptimizerState
-from llmfoundry_lite.training.parameter_groups import group_parameters, own_groups
+from llmfoundry_lite.training.parameter_groups import group_parameters, own_groups, refuse_unknown_settings
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.rank_times import RankTimes
 from llmfoundry_lite.training.run_folder import RunFolder
@@ -480,12 +480,15 @@ def build_optimizer_of(
     """Build the optimizer that `config` names for `parameters`, which are given by name.
 
     The user's own optimizer is called with the parameters, `lr`, and the other keys of the block `optimizer`. Raises
-    ConfigError if it cannot be imported, if it does not take these keys, or if a group of `param_groups` is empty.
+    ConfigError if it cannot be imported, if it does not take these keys, if a group of `param_groups` is empty, or if
+    one has a setting that the user's own optimizer does not have.
     """
     groups = group_parameters(config, parameters, context)
     if is_own(config.name):
         tensors = own_groups(config, groups)
-        return call_object(config.name, "optimizer.name", "optimizer", config.kwargs, tensors, lr=config.lr)
+        own = call_object(config.name, "optimizer.name", "optimizer", config.kwargs, tensors, lr=config.lr)
+        refuse_unknown_settings(config, own)
+        return own
     build = find_builder(config.name)
     return build(groups, context)
 

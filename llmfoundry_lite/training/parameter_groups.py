@@ -6,10 +6,12 @@
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from llmfoundry_lite.checkpoint.state import clean_name
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
 from llmfoundry_lite.config.parameter_groups import PREFIX, check_groups, divide_parameters
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.names import list_parameters
 from llmfoundry_lite.training.mup import build_factors
 from llmfoundry_lite.training.optimizers import OptimizerContext, ParameterGroup
@@ -61,6 +63,20 @@ def own_groups(config: OptimizerConfig, groups: list[ParameterGroup]) -> list[An
         return list(groups[0].parameters.values())
     own_settings: list[dict[str, Any]] = [{}, *[group.own_settings for group in config.param_groups]]
     return [
-        {"params": list(group.parameters.values()), **settings}
+        {**settings, "params": list(group.parameters.values())}
         for group, settings in zip(groups, own_settings, strict=True)
     ]
+
+
+def refuse_unknown_settings(config: OptimizerConfig, optimizer: Optimizer) -> None:
+    """Raise ConfigError if a group has a setting that the user's own optimizer does not have.
+
+    torch keeps any key of a group, so an optimizer would not notice it. Its `defaults` are the settings that it has.
+    """
+    for index, group in enumerate(config.param_groups):
+        unknown = [key for key in group.own_settings if key not in optimizer.defaults]
+        if unknown:
+            raise ConfigError(
+                f"optimizer.param_groups[{index}].{unknown[0]}: {config.name} has no such setting, expected one of "
+                f"{', '.join(map(str, optimizer.defaults))}, its defaults; remove it, or add it to them"
+            )

@@ -121,7 +121,7 @@ TABLE = {
             token_encoding_type eos_token_id bos_token_id""",
         "train_loader.dataset.streams.*.": "split proportion repeat choose",
         "optimizer.": "name betas momentum ns_steps adjust_lr_fn eps param_groups kwargs",
-        "optimizer.param_groups.*.": "param_str_match betas eps momentum",
+        "optimizer.param_groups.*.": "param_str_match betas eps momentum kwargs",
         "": "global_train_batch_size max_seq_len seed accumulate_train_batch_on_tokens",
     },
 }

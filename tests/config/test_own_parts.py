@@ -1,6 +1,7 @@
 """Parts of the user's own in a YAML: their arguments, what is refused beside them, and what estimates say of them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,7 @@ def test_a_schedule_gets_no_keys_of_another_one(tmp_path, monkeypatch, words, kw
 
 
 MUON = {"name": "muon", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.2}
+GROUPED = {"name": "adamw", "lr": 0.1, "param_groups": [{"param_str_match": "norm", "betas": [0.8, 0.9]}]}
 MINE = {"name": "python:mine:A", "lr": 0.1, "kwargs": {"rate": 1, "inner": {"a": 1}}, "depth": {"b": 1}, "gate": 1}
 
 
@@ -92,6 +94,7 @@ MINE = {"name": "python:mine:A", "lr": 0.1, "kwargs": {"rate": 1, "inner": {"a":
             {"lr": 0.1, "kwargs": {"inner": {"c": 2}, "depth": {"d": 2}}},
             "kwargs.rate, kwargs.inner.a, depth.b, gate",
         ),
+        ("optimizer", GROUPED, {"name": "python:mine:A"}, {"lr": 0.1, "param_groups": []}, "param_groups"),
         # The last one is ours, whose schema has no such keys.
         ("optimizer", MINE, {"name": "adamw"}, {"lr": 0.1, "kwargs": {}}, "kwargs.rate, kwargs.inner.a, depth.b, gate"),
         ("scheduler", {"name": "python:mine:A", "peak": 1}, {"name": "constant_with_warmup"}, {"kwargs": {}}, "peak"),
@@ -161,6 +164,49 @@ def test_a_part_gets_no_keys_of_the_one_that_it_replaces(tmp_path, block, base, 
     [note] = [note for note in loaded.notes if "is not given" in note]
     assert f" is not given {dropped}, which an earlier file sets for another one; " in note
     assert load_train_config(paths[:2] + paths[1:]).notes == loaded.notes, "naming it twice changes nothing"
+
+
+OWN_LOSS = "model.loss_fn=python:mine:L"
+
+
+@pytest.mark.parametrize("part", [OWN_NORM, OWN_LOSS, "model.attn_config.norm_type=python:mine:N"])
+@pytest.mark.parametrize(
+    ("typo", "error"),
+    [
+        ("model.tie_word_embedings=false", "unknown key; did you mean model.tie_word_embeddings"),
+        ("model.fc_type=te", "fc_type"),
+        ("model.attn_config.alibii=true", "did you mean model.attn_config.alibi?"),
+    ],
+)
+def test_a_norm_or_a_loss_hides_no_mistake_in_the_rest_of_its_block(tmp_path, part, typo, error):
+    """The mistake is in a file, which the part is named after."""
+    key, _, value = typo.partition("=")
+    config = tiny_config(tmp_path / "data")
+    block = config["model"]
+    *outer_keys, last_key = key.split(".")[1:]
+    for outer_key in outer_keys:
+        block = block.setdefault(outer_key, {})
+    block[last_key] = yaml.safe_load(value)
+    path = write_config(tmp_path / "run.yaml", config)
+    for words in ([], [part]):
+        with pytest.raises(ConfigError, match=re.escape(error)):
+            load_train_config([path, *words])
+
+
+def test_settings_of_the_part_that_is_named_again_are_kept(tmp_path):
+    """Three files name ours, the user's, and ours again."""
+    ours = {"name": "adamw", "lr": 0.1, "betas": [0.7, 0.8], "weight_decay": 0.3}
+    layers = [
+        tiny_config(tmp_path / "data", optimizer=ours),
+        {"optimizer": {"name": "python:mine:A", "gate": 1, "weight_decay": 0.5}},
+        {"optimizer": {"name": "adamw"}},
+    ]
+    paths = [write_config(tmp_path / f"{index}.yaml", values) for index, values in enumerate(layers)]
+    loaded = load_train_config(paths)
+    assert loaded.config.optimizer.betas == (0.7, 0.8)
+    assert loaded.config.optimizer.weight_decay is None, "the user's optimizer had set it last"
+    [note] = [note for note in loaded.notes if "is not given" in note]
+    assert " is not given weight_decay, gate, which" in note
 
 
 def test_arguments_that_are_a_reference_belong_to_the_file_that_has_it(tmp_path):

@@ -142,6 +142,10 @@ def test_an_overlap_is_said():
     ("group", "error"),
     [
         ("{param_str_match: '('}", "a regular expression; Python's re says"),
+        ("{param_str_match: 'a{99999999999}'}", "a regular expression; Python's re says"),
+        (f"{{param_str_match: '{480 * '('}a{480 * ')'}'}}", "a regular expression; Python's re says"),
+        (f"{{param_str_match: '{1001 * 'a'}'}}", "a regular expression of at most 1000 characters"),
+        ("{param_str_match: norm, kwargs: {a: 1}}", "kwargs: decoupled_adamw is no optimizer of your own; remove it"),
         ("{lr: 0.1}", "param_str_match: missing"),
         ("{param_str_match: norm, lr: 0}", "expected a number above 0"),
         ("{param_str_match: norm, rate: 1}", "param_groups[0].rate"),
@@ -151,6 +155,20 @@ def test_an_overlap_is_said():
 def test_a_group_with_a_mistake_is_refused(tmp_path, group, error):
     with pytest.raises(ConfigError, match=re.escape(error)):
         config_with(tmp_path, f"optimizer.param_groups=[{group}]")
+
+
+def test_a_group_has_arguments_of_an_optimizer_of_ones_own(tmp_path):
+    optimizer = "{name: 'python:mine:A', lr: 0.1, param_groups: [{param_str_match: norm, eps: 0.5, nesterov: true}]}"
+    run = tiny_config(tmp_path / "data")
+    del run["optimizer"]
+    config = load_train_config([write_config(tmp_path / "run.yaml", run), f"optimizer={optimizer}"]).config
+    (group,) = config.optimizer.param_groups
+    assert group.own_settings == {"eps": 0.5, "nesterov": True}
+    assert "lr 0.1, eps 0.5, nesterov True\n" in describe_launch(config, Layout(), Preflight())
+
+    # A record is read as it was written.
+    recorded = write_config(tmp_path / "recorded.yaml", as_dict(config))
+    assert load_train_config([recorded]).config.optimizer == config.optimizer
 
 
 def test_a_launch_is_refused_for_an_empty_group_before_anything_heavy(tmp_path):

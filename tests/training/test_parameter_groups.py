@@ -9,6 +9,7 @@ from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, ParameterGroupConfig
 from llmfoundry_lite.config.optimizers import OPTIMIZERS
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.own_code import trust_code
 from llmfoundry_lite.training.mirrors import foundry_names
 from llmfoundry_lite.training.parameter_groups import checkpoint_name, own_groups
 from tests.helpers.optimizers import build_small_optimizer
@@ -89,6 +90,29 @@ def test_an_optimizer_of_ones_own_gets_the_settings_that_each_group_is_given():
     first, second = own_groups(config, groups)
     assert [*first] == ["params"]
     assert (second["lr"], second["weight_decay"]) == (0.4, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("group", "unknown"),
+    [
+        ({"weight_decay": 0.5}, None),
+        ({"kwargs": {"nesterov": True}, "momentum": 0.5}, None),
+        ({"betas": (0.5, 0.6)}, "betas"),
+        ({"weight_decay": 0.5, "kwargs": {"nestrov": True}}, "nestrov"),
+        ({"kwargs": {"params": []}}, "params"),
+    ],
+)
+def test_a_setting_that_an_optimizer_of_ones_own_does_not_have_is_refused(group, unknown):
+    trust_code(["python:torch.optim:SGD"])
+    groups = [ParameterGroupConfig(param_str_match="norm", **group)]
+    settings = {"name": "python:torch.optim:SGD", "lr": 0.1, "kwargs": {"momentum": 0.9}, "param_groups": groups}
+    if unknown is None:
+        optimizer = build_small_optimizer(two_parameters(), **settings)
+        assert groups[0].own_settings.items() <= optimizer.param_groups[1].items()
+        assert optimizer.param_groups[0]["momentum"] == 0.9 and not optimizer.param_groups[0]["nesterov"]
+        return
+    with pytest.raises(ConfigError, match=rf"param_groups\[0\]\.{unknown}: python:torch.optim:SGD has no such setting"):
+        build_small_optimizer(two_parameters(), **settings)
 
 
 def test_wrappers_are_no_part_of_a_name():
