@@ -565,18 +565,13 @@ def _count_batches(config: TrainConfig, findings: Preflight) -> int:
 
     A last batch that is not full counts as one.
     """
-    duration = config.max_duration
-    if duration.unit == "ba":
-        return int(duration.value)
-    if duration.unit == "sp":
-        return config.batch_sizes.count_batches(int(duration.value))
-    if duration.unit == "tok":
-        return config.batch_sizes.count_batches(-(-int(duration.value) // config.max_seq_len))
+    if config.num_batches is not None:
+        return config.num_batches
 
     num_samples = count_epoch_samples(config, findings) or 0
     if not config.train_loader.drop_last:
         num_samples += config.global_train_batch_size - 1
-    return int(duration.value) * (num_samples // config.global_train_batch_size)
+    return int(config.max_duration.value) * (num_samples // config.global_train_batch_size)
 
 
 def _with_prefix(number: float) -> str:

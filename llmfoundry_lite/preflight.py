@@ -104,7 +104,7 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
 
     # With drop_last, an epoch of less than one batch would train nothing.
     num_samples = count_epoch_samples(config, findings)
-    batch_size = config.batch_sizes.largest
+    batch_size = config.largest_batch_size
     has_no_batch = num_samples is not None and num_samples < batch_size and config.train_loader.drop_last
     if has_no_batch:
         is_scheduled = batch_size > config.global_train_batch_size

@@ -107,7 +107,10 @@ def estimate_rank(
     rank_portion = _select_stages(whole_model, stages)
     moments = estimate_moments(rank_portion)
     in_loss = moments["in_loss"]
-    num_microbatches = -(-whole_model.device_batch_size // whole_model.microbatch_size)
+
+    # The largest batch of the run has the most microbatches.
+    num_samples = whole_model.device_batch_size * config.parts_of_largest_batch
+    num_microbatches = -(-num_samples // whole_model.microbatch_size)
 
     # A stage exchanges activations and gradients with each of its neighbours. The first and the last have only one.
     num_neighbours = sum(2 - stage.is_first - stage.is_last for stage in stages)

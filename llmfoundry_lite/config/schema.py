@@ -466,6 +466,34 @@ class TrainConfig:
         return self.batch_sizes.divided_by(self.global_train_batch_size)
 
     @property
+    def num_batches(self) -> int | None:
+        """Number of batches of the run. None if `max_duration` is in epochs, as the data alone tell how long one is.
+
+        A last batch that is not full counts as one.
+        """
+        duration = self.max_duration
+        if duration.unit == "ba":
+            return int(duration.value)
+        if duration.unit == "sp":
+            return self.batch_sizes.count_batches(int(duration.value))
+        if duration.unit == "tok":
+            return self.batch_sizes.count_batches(-(-int(duration.value) // self.max_seq_len))
+        return None
+
+    @property
+    def largest_batch_size(self) -> int:
+        """Number of samples in the largest batch that the run reaches before `max_duration`, over all devices."""
+        num_batches = self.num_batches
+        if not num_batches:
+            return self.batch_sizes.largest
+        return max(stretch.value for stretch in self.batch_sizes.stretches(num_batches))
+
+    @property
+    def parts_of_largest_batch(self) -> int:
+        """Number of batches of `global_train_batch_size` that the largest batch of the run consists of."""
+        return self.largest_batch_size // self.global_train_batch_size
+
+    @property
     def trains_alone(self) -> bool:
         """Whether no other launch trains this run at the same time."""
         return not any(block.shared_run for block in given_blocks(self.blocks).values())

@@ -101,7 +101,7 @@ def add_step_and_libraries(portion: Portion, estimate: MemoryEstimate, device: A
     estimate = largest((estimate, in_step))
 
     # Add the token ids of a batch and of three microbatches.
-    num_samples = portion.device_batch_size * portion.config.parts_of_batches.largest + 3 * portion.microbatch_size
+    num_samples = portion.device_batch_size * portion.config.parts_of_largest_batch + 3 * portion.microbatch_size
     ids_bytes = portion.config.max_seq_len * num_samples * INT64_BYTES
 
     # Add what torch's allocator rounds up. The parameters and each slot of the optimizer's state are rounded up alike.

@@ -52,7 +52,7 @@ class Portion:
     def has_one_microbatch(self) -> bool:
         """Whether a batch is one microbatch, so that no gradients exist before its backward pass."""
         is_whole = self.microbatch_size == self.device_batch_size
-        return is_whole and self.config.parts_of_batches.largest == 1
+        return is_whole and self.config.parts_of_largest_batch == 1
 
     @cached_property
     def num_tokens(self) -> int:

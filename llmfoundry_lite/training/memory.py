@@ -72,9 +72,10 @@ def choose_microbatch(config: TrainConfig, model: LanguageModel, optimizer: Opti
         sizes = [size for size in sizes if config.pipeline.takes_microbatches(math.ceil(device_batch_size / size))]
 
     advise = partial(advise_less_memory, config, layout, devices.device_type())
-    has_one_sample = device_batch_size * config.parts_of_batches.largest == 1
+    num_parts = config.parts_of_largest_batch
+    has_one_sample = device_batch_size * num_parts == 1
     accumulates = not config.reduces_every_microbatch and not has_one_sample
-    search = Search(model, optimizer, device_batch_size, sizes, config.max_seq_len, accumulates, advise)
+    search = Search(model, optimizer, device_batch_size, sizes, config.max_seq_len, accumulates, advise, num_parts)
     size, measured = search.run(optimizer_slots(config))
     if config.compile_config is not None or model.attn_impl == "flex":
         # Otherwise the sizes that the search has compiled count towards torch's limit, and make sizes dynamic.
@@ -94,7 +95,7 @@ class Search:
     model: LanguageModel
     optimizer: Optimizer
     device_batch_size: int
-    """Number of samples that this rank has of each batch."""
+    """Number of samples that this rank has of each batch, or of the smallest with `batch_size_schedule`."""
     sizes: Sequence[int]
     """Sizes that a microbatch may have, the smallest first."""
     seq_len: int
@@ -102,6 +103,8 @@ class Search:
     """Whole gradients stay on each device until the batch's last microbatch."""
     advise: Callable[[], str] = lambda: ""
     """Returns settings that need less memory, for the error."""
+    num_parts: int = 1
+    """How many times `device_batch_size` samples this rank has of the largest batch. A pipeline holds them at once."""
 
     def run(self, num_optimizer_slots: Sequence[float]) -> tuple[int, str]:
         """Return the number of samples in a microbatch, and what was measured, in words.
@@ -177,7 +180,7 @@ class Search:
         Collective. Raises ConfigError, on this rank alone, if it runs out of memory. That should not happen, because
         only sizes are measured that are expected to fit.
         """
-        num_microbatches = math.ceil(self.device_batch_size / num_samples)
+        num_microbatches = math.ceil(self.num_parts * self.device_batch_size / num_samples)
         self.meter.reset()
         try:
             run_step(self.model, num_samples, num_microbatches, self.seq_len, accumulates=self.accumulates)

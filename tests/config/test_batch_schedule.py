@@ -202,9 +202,29 @@ def test_a_dry_run_counts_the_batches_of_other_durations(tmp_path):
         assert f"duration       {duration} = 31 batches, 13.82 k tokens, 0.62 epochs" in lines
 
 
-def test_data_of_less_than_the_largest_batch_are_refused(tmp_path):
+def test_data_of_less_than_the_largest_batch_that_is_reached_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"31 samples do not make one batch of 32 \(batch_size_schedule\); use more"):
-        dry_run_lines(tmp_path, num_train=31)
+        dry_run_lines(tmp_path / "a", num_train=31)
+    assert dry_run_lines(tmp_path / "b", num_train=31, max_duration="30ba")
+
+
+@pytest.mark.parametrize(
+    ("duration", "largest"),
+    [
+        ("10ba", 8),
+        ("11ba", 16),
+        ("30ba", 16),
+        ("31ba", 32),
+        ("400sp", 16),
+        ("401sp", 32),
+        ("401tok", 8),
+        ("1e6tok", 32),
+    ],
+)
+def test_sizes_that_begin_after_the_end_do_not_count(duration, largest):
+    """The first 30 batches have 400 samples, of 16 tokens."""
+    short = ("max_seq_len=16", "scheduler={name: constant_with_warmup, t_warmup: 0dur}", f"max_duration={duration}")
+    assert load(SCHEDULE, *short).largest_batch_size == largest
 
 
 def test_the_estimate_counts_gradients_that_larger_batches_accumulate():
@@ -215,3 +235,17 @@ def test_the_estimate_counts_gradients_that_larger_batches_accumulate():
     estimate_of_one = estimate_training_memory(one, layout)
     more_bytes = estimate_training_memory(several, layout).total_bytes - estimate_of_one.total_bytes
     assert more_bytes > estimate_of_one.parameters_bytes / 2
+
+
+@needs("llmfoundry_layouts")
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_estimate_of_a_pipeline_counts_the_microbatches_of_the_largest_batch(schedule):
+    pipeline = ("device_train_microbatch_size=1", f"pp_config={{pipeline_parallel_degree: 2, schedule: {schedule}}}")
+
+    def estimate_bytes(*arguments):
+        config = load(*pipeline, *arguments)
+        return estimate_training_memory(config, layout_of(config, 2, 2)).total_bytes
+
+    bytes_of_large_batches = estimate_bytes("global_train_batch_size=64")
+    assert estimate_bytes("batch_size_schedule={10ba: 64, 100ba: 128}") == bytes_of_large_batches
+    assert estimate_bytes("batch_size_schedule={100ba: 64}") == estimate_bytes() < bytes_of_large_batches

@@ -14,7 +14,6 @@ import torch
 from composer.core import Callback
 from torch import nn
 
-from llmfoundry_lite.config.batch_schedule import PerBatch
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training import memory
@@ -119,12 +118,31 @@ def test_what_was_compiled_for_sizes_that_were_tried_is_forgotten(monkeypatch, a
         "global_train_batch_size": 8,
         "max_seq_len": 8,
         "exact_sums": False,
-        "parts_of_batches": PerBatch.build(1, None),
+        "parts_of_largest_batch": 1,
     }
     options = {"reduces_every_microbatch": True, "compile_config": compiles, "first_microbatch_size": lambda _: 1}
     model: Any = SimpleNamespace(attn_impl=attn_impl)
     assert memory.choose_microbatch(SimpleNamespace(**names, **options), model, None) == 4  # type: ignore[arg-type]
     assert len(resets) == num_resets
+
+
+@pytest.mark.parametrize(("num_stages", "num_rows"), [(2, 8 * 4), (1, 2)])
+def test_a_pipeline_is_measured_with_all_microbatches_of_the_largest_batch(monkeypatch, num_stages, num_rows):
+    """Its stages hold several at once. Elsewhere one microbatch is as good as any."""
+    rows: list[int] = []
+    monkeypatch.setattr(Search, "run", lambda search, _: (2, str(search.measure(2))))
+    monkeypatch.setattr(memory, "layout_here", lambda config: SimpleNamespace(num_data_ranks=2, pipeline=num_stages))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(Search, "meter", LinearMeter(10_000), raising=False)
+    monkeypatch.setattr(LinearMeter, "peak_bytes", lambda _: 0)
+    model: Any = Measured(SimpleNamespace(sizes=rows))
+    model.num_stages, model.attn_impl, model.model = num_stages, "sdpa", None
+    model.train_on = lambda batch, *_, **__: rows.append(len(batch["input_ids"]))
+
+    words = ["mpt-125m", "device_train_microbatch_size=auto", "global_train_batch_size=16", "max_duration=60ba"]
+    schedule = "batch_size_schedule={10ba: 64, 60ba: 128}"
+    memory.choose_microbatch(load_train_config([*words, "max_seq_len=25", schedule]).config, model, None)  # type: ignore[arg-type]
+    assert rows == [num_rows]
 
 
 def test_room_is_kept_for_an_optimizer_that_has_no_state_yet():
