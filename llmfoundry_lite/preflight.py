@@ -87,7 +87,7 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
     if must_exist:
         for block in given_blocks(config.blocks).values():
             block.check_here(config)
-        if config.fuses_loss:
+        if config.compiles_kernels:
             check_compiler()
     _check_import_paths(config)
 

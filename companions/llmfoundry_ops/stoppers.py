@@ -19,7 +19,7 @@ from llmfoundry_lite.errors import ConfigError, DivergedError, join_with_or
 from llmfoundry_lite.ranks.exchange import broadcast_json
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradient_step import LOSS
-from llmfoundry_lite.training.mirrors import in_order
+from llmfoundry_lite.training.mirrors import MAX_EXPONENT, in_order
 from llmfoundry_lite.training.run_folder import log_until
 from llmfoundry_lite.training.schedule import progress_of
 
@@ -123,7 +123,7 @@ class EarlyStopper(Callback):
                 return
             loss = sum(finished_losses) / len(finished_losses)
 
-        value = math.exp(loss) if self.block.monitor == "LanguagePerplexity" else loss
+        value = math.exp(min(loss, MAX_EXPONENT)) if self.block.monitor == "LanguagePerplexity" else loss
         if value < self.best and self.best - value > self.block.min_delta:
             self.best = value
             self.best_batch = batch

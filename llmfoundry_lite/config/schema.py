@@ -413,7 +413,15 @@ class TrainConfig:
 
     @property
     def fuses_loss(self) -> bool:
-        """Whether the loss, from logits to their gradient, is compiled to one kernel, as torch's inductor does it."""
+        """Whether the loss, from logits to their gradient, is compiled to one kernel, as torch's inductor does it.
+
+        A loss of the user's own is not.
+        """
+        return self.compiles_kernels and not is_own(self.model.loss_fn)
+
+    @property
+    def compiles_kernels(self) -> bool:
+        """Whether the model is compiled to kernels, as torch's inductor does it."""
         return self.compile_config is not None and self.compile_config.get("backend", "inductor") == "inductor"
 
     def is_deterministic_on(self, device_type: str) -> bool:

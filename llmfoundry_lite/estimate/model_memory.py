@@ -149,7 +149,7 @@ def estimate_moments(portion: Portion) -> dict[str, MemoryEstimate]:
     other_blocks_bytes = in_loss.activations_bytes - last_norm_bytes
     if not is_checkpointed:
         other_blocks_bytes -= block_bytes
-    elif portion.config.fuses_loss and portion.fsdp.activation_checkpointing == "selective":
+    elif portion.config.compiles_kernels and portion.fsdp.activation_checkpointing == "selective":
         # The products that it has kept are parts of the block that is computed again.
         other_blocks_bytes -= portion.num_tokens * count_products_per_token(portion)
 
@@ -391,7 +391,7 @@ def count_products_per_token(portion: Portion) -> int:
     divided_bytes = (num_attention + num_feed_forward) * portion.compute_bytes + model.n_heads * FP32_BYTES
 
     # Results that are added to the residual stream, which each device of the group has whole.
-    num_outputs = 1 if portion.config.fuses_loss else 2
+    num_outputs = 1 if portion.config.compiles_kernels else 2
     outputs_bytes = num_outputs * model.d_model * portion.compute_bytes
     return divided_bytes // portion.layout.tensor + outputs_bytes
 
@@ -404,7 +404,7 @@ def count_block_per_token(portion: Portion) -> int:
     """
     model = portion.model
     d = model.d_model
-    is_compiled = portion.config.fuses_loss
+    is_compiled = portion.config.compiles_kernels
 
     # The first norm keeps its input. A norm in fp32 keeps an fp32 copy of it, unless a compiler casts it again.
     casts_again = is_compiled or model.norm_type.startswith("low_precision_")
@@ -453,7 +453,7 @@ def _count_attention_per_token(portion: Portion) -> int:
         num_kept += 2 * kv_dim * context_degree if gathers_keys else q_dim + 2 * kv_dim
 
     # Steps between the product and attention keep their input.
-    if attn_config.clip_qkv is not None and not portion.config.fuses_loss:
+    if attn_config.clip_qkv is not None and not portion.config.compiles_kernels:
         num_kept += q_dim + 2 * kv_dim
     has_qk_norm = attn_config.qk_ln or attn_config.qk_gn
     num_kept += (q_dim + kv_dim) * (has_qk_norm + attn_config.rope)

@@ -16,7 +16,6 @@ model width, v vocabulary or this rank's part of it.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -91,8 +90,8 @@ def cross_entropy_sum(
 ) -> torch.Tensor:
     """Return the sum over tokens of -log p(label) in nats: a scalar in fp32, whatever the dtypes of the arguments are.
 
-    With `own_loss` it is the sum of that loss, where gradients are computed. Raises ConfigError for a result of it that
-    is not one number for each token.
+    With `own_loss` it is the sum of that loss, if hidden states or embedding require a gradient. Raises ConfigError for
+    a result of it that is not one number for each token.
 
     Args:
         hidden_btd: the model's last hidden states, for b samples of t tokens, of width d.
@@ -114,8 +113,8 @@ def cross_entropy_sum(
         unembedding_vd, vocabulary = divide_vocabulary(unembedding_vd)
     if vocabulary is not None:
         compiled = None
-    if own_loss is not None:
-        compiled = partial(own_loss_and_gradient, own_loss) if torch.is_grad_enabled() else None
+    if not torch.is_grad_enabled():
+        own_loss = None
 
     # From here on, the tokens of all samples are in one dimension.
     weights_n = None if weights_bt is None else weights_bt.flatten()
@@ -128,6 +127,7 @@ def cross_entropy_sum(
         chunk_bytes,
         vocabulary,
         compiled,
+        own_loss,
     )
 
 
@@ -139,7 +139,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden_nd, unembedding_vd, labels_n, weights_n, backward_runs_once, chunk_bytes, vocabulary, compiled
+        ctx,
+        hidden_nd,
+        unembedding_vd,
+        labels_n,
+        weights_n,
+        backward_runs_once,
+        chunk_bytes,
+        vocabulary,
+        compiled,
+        own_loss,
     ):
         """Return the sum of the losses, and keep the gradients of hidden states and embedding for the backward pass.
 
@@ -169,7 +178,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 weights_c1 = weights_c1 * weights_n[chunk][:, None]
 
             log_p_c, grad_cv = _log_p_of_chunk(
-                hidden_cd, unembedding_vd, labels_c, vocabulary, compiled, needs_gradient
+                hidden_cd, unembedding_vd, labels_c, vocabulary, compiled, own_loss, needs_gradient
             )
             total -= (log_p_c * weights_c1[:, 0]).sum()
             if grad_hidden_nd is None or grad_cv is None:  # an evaluation
@@ -192,13 +201,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_total):  # type: ignore[override]
         """Return the gradients that the forward pass has kept, times `grad_total`, the scalar gradient of the sum.
 
-        The other six arguments of `forward` have no gradient.
+        The other seven arguments of `forward` have no gradient.
         """
         grad_hidden_nd, grad_unembedding_vd = ctx.saved_tensors
         return (
             grad_hidden_nd * grad_total.to(grad_hidden_nd.dtype),
             ctx.scale(grad_unembedding_vd, grad_total).to(grad_hidden_nd.dtype),
-            *(None, None, None, None, None, None),
+            *(None, None, None, None, None, None, None),
         )
 
 
@@ -221,15 +230,21 @@ def _log_p_of_chunk(
     labels_c: torch.Tensor,
     vocabulary: Any,
     compiled: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None,
+    own_loss: OwnLoss | None,
     needs_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probabilities [c] of a chunk's c labels, and the gradient [c, v] of -log p by the logits.
 
     The gradient is softmax - one_hot, not weighted, or None unless the caller `needs_gradient`. Values of tokens whose
     label is IGNORED have no meaning; the caller gives them the weight 0. `vocabulary` is this rank's part of a divided
-    vocabulary, or None. `compiled` is a compiled `log_p_and_gradient`, or one for a loss of the user's own, or None to
-    compute step by step.
+    vocabulary, or None. `compiled` is a compiled `log_p_and_gradient`, or None to compute step by step.
+
+    With `own_loss` the result is minus that loss, and its gradient. That is only for training, so without
+    `needs_gradient` these are the log-probabilities.
     """
+    if own_loss is not None and needs_gradient:
+        return own_loss_and_gradient(own_loss, matmul_transposed(hidden_cd, unembedding_vd), labels_c)
+
     columns_c = labels_c.clamp(min=0)  # IGNORED is negative, and is no index
     if compiled is not None and needs_gradient:
         logits_cv = matmul_transposed(hidden_cd, unembedding_vd)
@@ -289,13 +304,15 @@ def log_p_and_gradient(logits_cv: torch.Tensor, columns_c: torch.Tensor) -> tupl
 
 
 def own_loss_and_gradient(
-    own_loss: OwnLoss, logits_cv: torch.Tensor, columns_c: torch.Tensor
+    own_loss: OwnLoss, logits_cv: torch.Tensor, labels_c: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what stands for `log_p_and_gradient` with a loss of the user's own: minus the losses [c], and a gradient.
 
-    The gradient [c, v] is that of the losses' sum by the logits. Both are in fp32. Raises ConfigError for a result that
-    is not one number for each of the c tokens.
+    The gradient [c, v] is that of the losses' sum by the logits. Both are in fp32, and 0 for tokens whose label is
+    IGNORED. Raises ConfigError for a result that is not one number for each of the c tokens.
     """
+    is_ignored_c = labels_c == IGNORED
+    columns_c = labels_c.clamp(min=0)
     with torch.enable_grad(), torch.autocast(logits_cv.device.type, enabled=False):
         logits_cv = logits_cv.detach().float().requires_grad_()
         loss_c = own_loss(logits_cv, columns_c)
@@ -308,4 +325,7 @@ def own_loss_and_gradient(
         if not loss_c.requires_grad:
             raise ConfigError("model.loss_fn: the loss does not depend on the logits, so nothing would be trained")
         (grad_cv,) = torch.autograd.grad(loss_c.sum(), logits_cv)
-    return -loss_c.detach().float(), grad_cv
+
+    # A loss without meaning may be infinite, and a weight of 0 would make NaN of it.
+    losses_c = loss_c.detach().float().masked_fill(is_ignored_c, 0.0)
+    return -losses_c, grad_cv.masked_fill_(is_ignored_c[:, None], 0.0)

@@ -10,7 +10,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
 from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_lite.estimate.model_memory import MemoryEstimate
+from llmfoundry_lite.estimate.model_memory import MemoryEstimate, Portion, count_block_per_token, count_logits
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_parameters
@@ -296,6 +296,19 @@ def test_a_chunk_of_logits_takes_their_bf16_an_fp32_copy_and_log_probabilities()
     small, large = (load_train_config(["mpt-1b", f"loss_chunk_mib={mib}"]).config for mib in (256, 1024))
     few, many = (estimate_training_memory(config, Layout(shard=8)).total_bytes for config in (small, large))
     assert few < many
+
+
+def test_a_loss_of_ones_own_is_not_compiled_with_the_model():
+    own = "model.loss_fn=python:mine:Loss"
+    given = {"eager": ["compile_config=null"], "compiled": ["compile_config={}"], "own": ["compile_config={}", own]}
+    configs = {
+        name: load_train_config(["mpt-125m", "model.norm_type=layernorm", *words]).config
+        for name, words in given.items()
+    }
+    logits = {name: count_logits(Portion(config, Layout(shard=8))) for name, config in configs.items()}
+    assert logits["compiled"] < logits["own"] == logits["eager"]
+    blocks = {name: count_block_per_token(Portion(config, Layout(shard=8))) for name, config in configs.items()}
+    assert blocks["compiled"] == blocks["own"] < blocks["eager"]
 
 
 def test_a_compiler_times_kernels_with_a_buffer_of_the_cache():

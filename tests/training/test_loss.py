@@ -94,6 +94,25 @@ def test_a_loss_of_ones_own_is_summed_over_chunks_exactly(problem, weights):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("weights", [None, "rows"])
+def test_an_infinite_loss_where_there_is_no_label_is_not_counted(problem, weights):
+    """The loss of token 0 is infinite, and its gradient too. Tokens without a label get that target."""
+    hidden, unembedding, labels = problem
+    labels = labels.where(labels != 0, 1)
+
+    def own_loss(logits_nv, targets_n):
+        losses_n = F.cross_entropy(logits_nv, targets_n, reduction="none")
+        return losses_n * torch.where(targets_n == 0, torch.inf, 1.0)
+
+    weights_bt = None if weights is None else row_weights(labels)
+    expected = cross_entropy_sum(hidden, unembedding, labels, weights_bt=weights_bt)
+    wanted = torch.autograd.grad(expected, (hidden, unembedding))
+    total = cross_entropy_sum(hidden, unembedding, labels, weights_bt=weights_bt, own_loss=own_loss)
+    torch.testing.assert_close(total, expected)
+    for ours, theirs in zip(torch.autograd.grad(total, (hidden, unembedding)), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_an_evaluation_keeps_the_cross_entropy(problem):
     with torch.no_grad():
         assert cross_entropy_sum(*problem, own_loss=SMOOTHED) == cross_entropy_sum(*problem)

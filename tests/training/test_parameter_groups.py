@@ -169,7 +169,9 @@ class TestRuns:
         optimizer = {**config["optimizer"], "param_groups": [YAML_GROUPS[0], {**YAML_GROUPS[1], "lr": 1e-4}]}
         result = run(tmp_path, config, "run", optimizer=optimizer, stop_after="1ba")
         assert "optimizer.param_groups[1].lr 0.003 -> 0.0001" in result.output
-        options = open_checkpoint(saves(tmp_path, "run") / "ba3").manifest.optimizer["groups"][2]["options"]
+        saved_optimizer = open_checkpoint(saves(tmp_path, "run") / "ba3").manifest.optimizer
+        assert saved_optimizer is not None
+        options = saved_optimizer["groups"][2]["options"]
         assert options["initial_lr"] == 1e-4
 
         other = {**config["optimizer"], "param_groups": [YAML_GROUPS[0]]}

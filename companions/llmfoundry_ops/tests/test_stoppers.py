@@ -62,6 +62,18 @@ def test_the_training_loss_is_a_mean_over_an_epoch_and_a_lost_log_is_none():
     assert stopper.best == 2.0 and "since batch 103" in checkpointing.policy.stop_reason
 
 
+def test_a_perplexity_that_no_float_holds_ends_no_run():
+    """A loss of one's own may be any number."""
+    block = EarlyStopperConfig(monitor="LanguagePerplexity", dataloader_label="train", patience=Duration(9, "ba"))
+    config: Any = SimpleNamespace(callbacks=SimpleNamespace(early_stopper=block), validation=[], evaluates=False)
+    stopper = EarlyStopper(config, SimpleNamespace(policy=SimpleNamespace(stop_reason="")))  # type: ignore[arg-type]
+    stopper._add_loss(1, 0, 2.0)
+    stopper._add_loss(2, 1, 5000.0)
+    stopper._add_loss(3, 2, 1.0)
+    assert stopper.best == math.exp(2.0)
+    assert stopper.checkpointing.policy.stop_reason == ""
+
+
 def problems(losses: list[float], num_batches: int = 1000, **keys: Any) -> list[int]:
     """Return the batches at which there is a problem."""
     block = KillLossSpikeConfig(**keys)
