@@ -8,7 +8,7 @@ import ast
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+import warnings
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +74,9 @@ def read_class_facts(name: str, attributes: tuple[str, ...]) -> ClassFacts:
         return ClassFacts({}, f"there is no source of {module_name}")
     try:
         source = read_at_most(Path(spec.origin), MAX_SOURCE_BYTES, "a source file")
-        statements = ast.parse(source).body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the user's code, such as an unknown escape in a string
+            statements = ast.parse(source).body
     except OSError as error:
         return ClassFacts({}, f"{spec.origin} cannot be read: {error.strerror}")
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two for a thousand nested brackets
@@ -83,27 +85,56 @@ def read_class_facts(name: str, attributes: tuple[str, ...]) -> ClassFacts:
     classes = [statement for statement in statements if isinstance(statement, ast.ClassDef)]
     with_name = [statement for statement in classes if statement.name == class_name]
     if not with_name:
-        return ClassFacts({}, f"{spec.origin} has no line `class {class_name}`")
+        return ClassFacts({}, f"{spec.origin} has no class {class_name} at the top level of the file")
 
     values: dict[str, Any] = {}
-    for attribute, expression in _assignments(with_name[-1]):
-        if attribute not in attributes:
-            continue
-        try:
-            values[attribute] = ast.literal_eval(expression)
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            return ClassFacts({}, f"its {attribute} is computed, and only literals can be read")
+    for statement in with_name[-1].body:
+        assigned = _assigned_names(statement)
+        for attribute in attributes:
+            if attribute not in _bound_names(statement):
+                continue
+            # Another statement that binds the name, such as `slots += 1` or one under `if`, would have to be run.
+            problem = f"its {attribute} is computed, and only literals can be read"
+            if attribute not in assigned:
+                return ClassFacts({}, problem)
+            try:
+                values[attribute] = ast.literal_eval(statement.value)  # type: ignore
+            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                return ClassFacts({}, problem)
     return ClassFacts(values, "")
 
 
-def _assignments(class_definition: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the name and the value of each assignment to a single name in the body of a class."""
-    for statement in class_definition.body:
-        targets: list[ast.expr] = []
-        if isinstance(statement, ast.Assign):
-            targets = statement.targets
-        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            targets = [statement.target]
-        for target in targets:
-            if isinstance(target, ast.Name):
-                yield target.id, statement.value  # type: ignore
+def _assigned_names(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement assigns its whole value to: `a` and `b` of `a = b = 1`, `a` of `a: int = 1`."""
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        targets = [statement.target]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _bound_names(statement: ast.stmt) -> set[str]:
+    """Return all names that a statement in the body of a class may bind or delete there, in whatever way.
+
+    The bodies of functions and classes in it are not searched, because they have names of their own.
+    """
+    names: set[str] = set()
+    nodes: list[ast.AST] = [statement]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name is not None:
+            names.add(node.name)
+        elif isinstance(node, ast.MatchMapping) and node.rest is not None:
+            names.add(node.rest)
+        # An annotation without a value binds nothing.
+        if not (isinstance(node, ast.AnnAssign) and node.value is None):
+            nodes += ast.iter_child_nodes(node)
+    return names

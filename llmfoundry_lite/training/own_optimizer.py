@@ -1,5 +1,7 @@
 """Compares what an optimizer of the user's own keeps with what its class says, by which memory was estimated."""
 
+from typing import Any
+
 import torch.distributed as dist
 from composer.core import Callback, State
 from composer.loggers import Logger
@@ -19,28 +21,37 @@ class CompareOptimizerState(Callback):
     def __init__(self, name: str):
         """Compare the optimizer with the import path `name`."""
         self.name = name
+        self.has_stepped = False
         self.is_compared = False
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Note the first step that updates a parameter. Composer steps, without gradients, for a skipped batch too."""
+
+        def note_step(optimizer: Optimizer, *_: Any) -> None:
+            if not self.has_stepped:
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                self.has_stepped = any(parameter.grad is not None for parameter in parameters)
+
+        state.optimizers[0].register_step_pre_hook(note_step)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Compare after the first batch in which the optimizer has made a step. Rank 0 prints."""
-        if self.is_compared or dist.get_rank() != 0:
+        if self.is_compared or not self.has_stepped or dist.get_rank() != 0:
             return
+        self.is_compared = True
         kept = measure_bytes_per_parameter(state.optimizers[0])
         if kept is None:
             return
-        self.is_compared = True
         line = describe_difference(self.name, kept)
         if line:
             print(line, flush=True)
 
 
 def measure_bytes_per_parameter(optimizer: Optimizer) -> float | None:
-    """Return the bytes that an optimizer keeps for each element of this rank's parameters; None before its first step.
+    """Return the bytes that an optimizer keeps for each element of this rank's parameters, 0 before its first step.
 
-    Only tensors count. Numbers, such as a counter of steps, are small.
+    None for a rank without parameters. Only tensors count. Numbers, such as a counter of steps, are small.
     """
-    if not optimizer.state:
-        return None
     num_elements = 0
     state_bytes = 0
     for group in optimizer.param_groups:

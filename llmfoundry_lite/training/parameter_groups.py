@@ -33,7 +33,8 @@ def group_parameters(
     num_dimensions |= {name: len(shape) for name, shape in list_parameters(context.model_config).items()}
     # The model's order, and then the user's own parts in theirs.
     names = [*list_parameters(context.model_config)]
-    names += [name for name in names_here if name not in set(names)]
+    listed_names = set(names)
+    names += [name for name in names_here if name not in listed_names]
     factors_of = build_factors(config, context, names_here, num_dimensions)
     named_groups = divide_parameters(names, config, factors_of)
     check_groups(named_groups)
