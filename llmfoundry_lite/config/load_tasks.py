@@ -140,7 +140,7 @@ def list_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
     if values.get("icl_tasks"):
         return ConfigLayer(folder, {})
 
-    names = find_available_tasks(folder)
+    paths = find_available_tasks(folder)
     # A perplexity task for the held-out text of each run. Two runs may have the same data.
     models = values["models"].values() if isinstance(values["models"], dict) else ()
     text_by_model = [find_held_out_text(str(model)) for model in models]
@@ -148,26 +148,28 @@ def list_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
     text_tasks: list[dict[str, str]] = []
     for path in text_paths:
         text_tasks.append({"label": _label_of(path), "icl_task_type": TEXT, "dataset_uri": path})
-    if not (names or text_tasks):
+    if not (paths or text_tasks):
         raise ConfigError(
             f"command line: no YAML file given, and the data of every task in {folder}/ is missing; in a clone, "
             "`python scripts/fetch_tasks.py` fetches the public ones, `python scripts/make_tasks.py` makes our own"
         )
-    return ConfigLayer(folder, {"icl_tasks": [*text_tasks, *names]})
+    return ConfigLayer(folder, {"icl_tasks": [*text_tasks, *paths]})
 
 
 def find_available_tasks(task_folder: str) -> list[str]:
-    """Return the names of the tasks in a folder whose data is on this machine.
+    """Return the paths of the tasks in a folder whose data is on this machine.
 
     Tasks that name code are left out, because the folder may be somebody else's. A user who names such a task runs it.
+    The result has paths, so that the file that was checked is the one that is loaded: the stem of `mine.yaml.yaml` is
+    the path of another file.
     """
-    names = []
+    paths = []
     for path in sorted(find_task_folder(task_folder).glob("*.yaml")):
         tasks_of_file = load_tasks([str(path)], task_folder)
         names_code = any(task.own_code for task in tasks_of_file)
         if not names_code and all(exists(task.dataset_uri) for task in tasks_of_file):
-            names.append(path.stem)
-    return names
+            paths.append(str(path))
+    return paths
 
 
 def _label_of(path: str) -> str:

@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import json
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from llmfoundry_lite.config.scalars import FromEnvironment
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.errors import is_secret_name
+from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.gradient_step import GradientStep
 from llmfoundry_lite.training.mirrors import wandb_run_id
@@ -73,8 +75,8 @@ class RunState:
     def restore(self, scalars: dict[str, Any], state: State) -> None:
         """Set Composer's state, the data set, the loss scaler and the users' callbacks to what `collect` has returned.
 
-        Changes `owes_evaluation`, too. The state of a callback that this launch does not have is ignored, and a
-        callback that the checkpoint does not have keeps its own. The ranks exchange nothing.
+        Changes `owes_evaluation`, too. The state of a callback that this launch does not have is ignored, with a note,
+        and a callback that the checkpoint does not have keeps its own. The ranks exchange nothing.
         """
         # The run's clock.
         saved_timestamp = scalars["timestamp"]
@@ -94,9 +96,28 @@ class RunState:
         self.owes_evaluation = scalars["owes_evaluation"]
         if self.gradient_step.scaler is not None and scalars["loss_scaler"] is not None:
             self.gradient_step.scaler.load_state_dict(scalars["loss_scaler"])
+        self._restore_callbacks(scalars["callbacks"])
+
+    def _restore_callbacks(self, saved_states: dict[str, Any]) -> None:
+        """Give each callback the state that a checkpoint has of it, and print a note for states that nobody takes.
+
+        A checkpoint has the name by which the YAML names a class. Earlier ones have the name of the module that defines
+        it, which differs for a class that a package imports from one of its modules.
+        """
+        remaining = {name: state for name, state in saved_states.items() if state}
         for name, callback in self.callbacks.items():
-            if scalars["callbacks"].get(name):
-                callback.load_state_dict(scalars["callbacks"][name])
+            defined_as = f"{type(callback).__module__}:{type(callback).__qualname__}"
+            for known_name in (name, defined_as):
+                if known_name in remaining:
+                    callback.load_state_dict(remaining.pop(known_name))
+                    break
+        if remaining and this_rank().rank == 0:
+            print(
+                f"warning: callbacks: the checkpoint has the state of {', '.join(sorted(remaining))}, which this "
+                "launch does not have; it is left out",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _read_wandb_run_id(self) -> str | None:
         """Return the id of the run at wandb, which the run folder holds; None if it holds none.

@@ -250,6 +250,18 @@ def test_a_task_with_code_that_is_only_found_in_a_folder_is_left_out(here):
     assert [*results.tasks] == ["plain/0-shot"] and rhymes()["icl_task_type"].split(":")[1] not in sys.modules
 
 
+@pytest.mark.parametrize("suffix", ["yaml", "yml"])
+def test_a_file_with_two_suffixes_does_not_bring_another_file_with_code(here, suffix):
+    """The stem of a file in the folder, `evil.yaml`, is also the path of a file in the working directory."""
+    plain = {"label": "plain", "icl_task_type": "perplexity", "dataset_uri": "rhymes.txt"}
+    Path("rhymes.txt").write_text("the cat sat on a mat")
+    Path(f"evals/evil.{suffix}.yaml").write_text(json.dumps(plain))
+    Path("evals/rhymes.yaml").rename(f"evil.{suffix}")
+    (results,) = launch_eval.launch(["models.ours=ours"])
+    assert [*results.tasks] == ["plain/0-shot"]
+    assert not any(name.startswith("mine_tasks_" + here.name.replace("-", "_")) for name in sys.modules)
+
+
 def test_prompts_of_a_type_of_the_users_own_are_shown(here, capsys):
     launch_eval.launch(["models.ours=ours", "icl_tasks=[rhymes]", "suite=s", "--show", "1"])
     output = capsys.readouterr().out

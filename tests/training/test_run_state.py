@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from composer.core import Timestamp
+from composer.core import Callback, Timestamp
 
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.data.dataset import TextDataset
@@ -70,6 +70,31 @@ def test_restored_scalars_are_those_that_were_collected(tmp_path):
     assert next_launch.owes_evaluation
     assert (scaler.scale, scaler.num_sound_batches) == (8.0, 3)
     assert (int(state.timestamp.batch), int(state.timestamp.sample)) == (13, 104)
+
+
+class Counter(Callback):
+    count = 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_the_state_of_a_callback_is_found_by_the_name_of_an_earlier_release_and_the_rest_is_told(tmp_path, capsys):
+    """Earlier checkpoints name the module that defines a class, a YAML the package that hands it out."""
+    config: Any = SimpleNamespace(run_folder=str(tmp_path), seed=17, callbacks=SimpleNamespace(extra={}))
+    step: Any = SimpleNamespace(scaler=None)
+    state: Any = SimpleNamespace(timestamp=Timestamp(batch=2), train_dataloader=None, callbacks=[])
+    saved = RunState(config, step).collect(state)
+    defined_as = f"{Counter.__module__}:Counter"
+    for states, count, told in (
+        ({defined_as: {"count": 3}}, 3, ""),
+        ({"package:Counter": {"count": 4}}, 4, ""),
+        ({"package:Counter": {"count": 5}, "gone:Other": {"a": 1}, "gone:Empty": {}}, 5, "the state of gone:Other,"),
+    ):
+        counter = Counter()
+        RunState(config, step, callbacks={"package:Counter": counter}).restore({**saved, "callbacks": states}, state)
+        written = capsys.readouterr().err
+        assert counter.count == count and told in written and bool(written) == bool(told)
 
 
 def test_a_save_keeps_the_wandb_id_of_a_folder_that_refuses_access(tmp_path, monkeypatch):
