@@ -190,6 +190,8 @@ def _check_names(companion: Companion, others: list[Companion]) -> None:
         if names_in_both:
             raise ValueError(f"its {table} {', '.join(sorted(names_in_both))} are already defined by another companion")
     for kind, addresses in companion.parts.items():
+        if kind in TABLES:
+            raise ValueError(f"its parts {kind!r} are no kind of part; give them to Companion({kind}=...)")
         for name, address in addresses.items():
             if not re.fullmatch(r"[A-Za-z_][\w\-]*", name):
                 raise ValueError(f"its {kind} have the name {name!r}; expected letters, digits, _ and -")

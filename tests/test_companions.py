@@ -24,6 +24,7 @@ NONE = "no companion"
 NORMS = Companion(parts={"norms": {"tilted": "tiny.norms:Tilted"}, "nroms": {}})
 NORMS_TOO = Companion(parts={"norms": {"tilted": "small.norms:Tilted"}})
 NO_ADDRESS = Companion(parts={"ffns": {"mixed": "tiny.ffns"}})
+HIDDEN = Companion(commands={"hello": "json:loads"}, parts={"commands": {}})
 NO_NAME = Companion(parts={"callbacks": {"a.b": "tiny.callbacks:Beat"}})
 
 
@@ -49,6 +50,12 @@ def test_one_of_others_is_found_and_a_broken_one_is_left_out_with_a_line(others,
         "warning: companion lost",
     ]
     assert "its commands hello are already defined by another companion" in lines[2]
+
+
+def test_parts_that_would_hide_a_table_are_refused(others, capsys):
+    others("GOOD", "HIDDEN")
+    assert dict(companions.parts("commands"))["hello"].__name__ == "dumps"
+    assert "companion HIDDEN: left out: its parts 'commands' are no kind of part" in capsys.readouterr().err
 
 
 def test_parts_that_nobody_can_ask_for_are_said_when_they_load(others, capsys):

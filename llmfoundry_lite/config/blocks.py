@@ -6,7 +6,7 @@ block, and adds the block's callback to the run.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -90,5 +90,7 @@ def keys_of_blocks() -> dict[str, Key]:
     """Return the keys that installed companions add to TrainConfig. A block may be null: then the run is without it."""
     keys = {}
     for name, block in find_blocks().items():
-        keys[name] = Key(block.schema | None, default=None, setting=block.rules, block=block.schema, container=None)
+        # A replay takes nothing of a block, because the record may be a stranger's, and a block brings its callback.
+        rules = replace(block.rules, replay="left out")
+        keys[name] = Key(block.schema | None, default=None, setting=rules, block=block.schema, container=None)
     return keys

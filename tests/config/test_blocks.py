@@ -67,6 +67,7 @@ PULSE = RunBlock(
     describe=lambda config: f"every {config.blocks['pulse'].every} batches",
     callback=f"{__name__}:Pulse",
 )
+EAGER = RunBlock(schema=PulseConfig, rules=Setting(replay="used"), callback=f"{__name__}:Pulse")
 NO_CALLBACK = RunBlock(schema=PulseConfig, callback="builtins:str")
 
 
@@ -147,6 +148,12 @@ def test_a_block_without_other_launches_adds_its_callback_and_a_line(capsys):
     assert [str(one) for one in changed["logged"]] == ["pulse.every 5 -> 6"] and changed["never"] == []
     with pytest.raises(ConfigError, match=r"^beat returns str, expected a Composer Callback$"):
         builders.build_own_callbacks(load("beat.every=2"))
+
+
+def test_a_replay_leaves_out_a_block_whatever_its_rules_say(monkeypatch):
+    monkeypatch.setattr(companions, "find_companions", lambda: [Companion(blocks={"eager": f"{__name__}:EAGER"})])
+    forget()
+    assert blocks.keys_of_blocks()["eager"].setting.replay == "left out"
 
 
 def test_a_block_whose_companion_is_missing_names_it(tmp_path):
