@@ -82,9 +82,7 @@ LAYOUTS = {
     "mpt-mup-wider-heads": replace(with_attention(ALIBI, clip_qkv=0.5), mup=replace(MUP, base_head_dim=3)),
     "gpt2-mup-wider-heads": replace(SMALL, logit_scale="inv_sqrt_d_model", mup=replace(MUP, base_head_dim=3)),
     "llama-mup": replace(LLAMA, mup=replace(MUP, base_head_dim=3)),
-    "llama-mup-three-matrices": replace(
-        with_attention(LLAMA, fused_qkv=False, softmax_scale=0.5), logit_scale=0.5, mup=MUP
-    ),
+    "llama-mup-scaled": replace(with_attention(LLAMA, softmax_scale=0.5), logit_scale=0.5, mup=MUP),
     "qwen3-mup": replace(QWEN3, mup=replace(MUP, base_head_dim=3)),
     "llama-width": replace(LLAMA, ffn_config=replace(LLAMA.ffn_config, ffn_hidden_size=80)),
 }
@@ -152,6 +150,19 @@ def test_three_matrices_travel_as_the_layout_has_them_and_return_as_one(base, tm
     imported_config, state_dict = import_model(folder)
     assert imported_config == base
     three = [model.state_dict()[f"transformer.blocks.1.attn.W{part}.weight"] for part in "qkv"]
+    assert torch.equal(state_dict["transformer.blocks.1.attn.Wqkv.weight"], torch.cat(three))
+
+
+@READS_OTHERS
+def test_multipliers_are_folded_into_three_matrices_too(tmp_path):
+    """Llama's folders do not say whether q, k and v were one matrix, so they return as one."""
+    one_matrix = replace(with_attention(LLAMA, softmax_scale=0.5), logit_scale=0.5, mup=MUP)
+    config, model, folder = export(with_attention(one_matrix, fused_qkv=False), tmp_path)
+    assert_same_logits(config, model, folder)
+    imported_config, state_dict = import_model(folder)
+    assert imported_config == without_multipliers(one_matrix)
+    plain_state = fold_multipliers(model.state_dict(), config)
+    three = [plain_state[f"transformer.blocks.1.attn.W{part}.weight"] for part in "qkv"]
     assert torch.equal(state_dict["transformer.blocks.1.attn.Wqkv.weight"], torch.cat(three))
 
 
