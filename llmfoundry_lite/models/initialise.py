@@ -180,8 +180,9 @@ def _choose_distribution(
     """
     init = config.init_config
     std_factor = initial_std_factor(mup_kind, config.width_mult)
+    base_fan_in, base_fan_out = _base_fans(module, shape, config.width_mult, mup_kind)
     if init.name == "default_":
-        return _torch_default(module, config.width_mult, std_factor)
+        return _torch_default(module, base_fan_in, std_factor)
 
     if isinstance(module, nn.Embedding):
         if init.emb_init_std is not None:
@@ -192,9 +193,6 @@ def _choose_distribution(
         if init.emb_init_uniform_lim is not None:
             return _uniform(-init.emb_init_uniform_lim, init.emb_init_uniform_lim)
 
-    # The fans of the base model. Rows of embeddings are tokens or positions, which do not grow with the width.
-    base_fan_in = shape[1] / config.width_mult
-    base_fan_out = shape[0] / config.width_mult if mup_kind == "hidden" else shape[0]
     # LLM Foundry draws the projections to queries, keys and values head by head, so that a head's own fans count.
     if name.endswith((".Wqkv.weight", ".Wq.weight", ".Wk.weight", ".Wv.weight")):
         base_fan_out = config.base_head_dim
@@ -208,6 +206,23 @@ def _choose_distribution(
         limit = math.sqrt(3.0) * std  # U(-limit, limit) has this standard deviation
         return _uniform(-limit, limit)
     return _normal(std)
+
+
+def _base_fans(module: nn.Module, shape: torch.Size, width_mult: float, mup_kind: Kind) -> tuple[float, float]:
+    """Return the numbers of inputs and outputs that a weight of this `shape` has in the base model of muP.
+
+    Only those that grow with the width differ. Rows of an embedding are tokens or positions, and do not. A bias has the
+    inputs of its layer, which are taken to grow.
+    """
+    is_embedding = isinstance(module, nn.Embedding)
+    inputs_grow = is_embedding or mup_kind != "input"
+    outputs_grow = not is_embedding and mup_kind in ("hidden", "input")
+    num_inputs = shape[-1]
+    if isinstance(module, nn.Linear) and len(shape) == 1:
+        num_inputs = module.in_features
+    fan_in = num_inputs / width_mult if inputs_grow else num_inputs
+    fan_out = shape[0] / width_mult if outputs_grow else shape[0]
+    return fan_in, fan_out
 
 
 def _scheme_std(init: InitConfig, fan_in: float, fan_out: float, d_model: float) -> float:
@@ -241,14 +256,14 @@ def _residual_divisor(config: ModelConfig) -> float:
     return float(divisor)
 
 
-def _torch_default(module: nn.Module, width_mult: float, std_factor: float) -> Distribution:
+def _torch_default(module: nn.Module, base_fan_in: float, std_factor: float) -> Distribution:
     """Return what torch's own layers draw from: N(0, 1) for embeddings, U(-1/sqrt(fan_in), 1/sqrt(fan_in)) else.
 
-    `fan_in` is that of the base model of muP, whose width is this one's divided by `width_mult`. `std_factor` is the
-    layer's standard deviation over that of the base model.
+    `base_fan_in` is that of the base model of muP. `std_factor` is the layer's standard deviation over that of the base
+    model.
     """
     if isinstance(module, nn.Linear):
-        limit = std_factor / math.sqrt(module.in_features / width_mult)
+        limit = std_factor / math.sqrt(base_fan_in)
         return _uniform(-limit, limit)
     return _normal(1.0)
 

@@ -315,9 +315,8 @@ BY_SCHEME = ("scheme",)
 NUM_NUMBERS = {"normal": 1, "uniform": 2, "constant": 1}
 """Name of a distribution -> how many numbers describe it."""
 
-KINDS_IN_PARTS: tuple[Kind, ...] = ("hidden", "input", "vector")
-"""Kinds for muP that a part can name. An output of a part needs no kind of its own: it is an input whose part divides
-by the width."""
+KINDS_IN_PARTS: tuple[Kind, ...] = ("hidden", "input", "output", "vector")
+"""Kinds for muP that a part can name. What an output computes, its part divides by m itself."""
 
 InitialValues = tuple[Any, ...]
 """("normal", std), ("uniform", low, high), ("constant", value) or BY_SCHEME."""

@@ -119,7 +119,18 @@ class Kinds(Ffn):
 
 class Wrong(Ffn):
     def mup_kind(self, name):
-        return "output"
+        return "inputs"
+
+class Through8(nn.Module):
+    # From the width to 8 numbers and back.
+    def __init__(self, d_model, expansion_ratio, device=None, bias=True):
+        super().__init__()
+        self.read = nn.Linear(d_model, 8, bias=bias, device=device)
+        self.write = nn.Linear(8, d_model, bias=bias, device=device)
+    def forward(self, x):
+        return self.write(self.read(x))
+    def mup_kind(self, name):
+        return {"read.weight": "output", "write.weight": "input"}.get(name)
 """
 
 
@@ -127,7 +138,7 @@ class Wrong(Ffn):
 def parts(tmp_path, monkeypatch):
     (tmp_path / "mup_parts.py").write_text(PARTS)
     monkeypatch.syspath_prepend(tmp_path)
-    names = {name: f"python:mup_parts:{name}" for name in ("Ffn", "Kinds", "Wrong")}
+    names = {name: f"python:mup_parts:{name}" for name in ("Ffn", "Kinds", "Wrong", "Through8")}
     trust_code(names.values())
     return names
 
@@ -141,7 +152,7 @@ def test_a_part_of_ones_own_says_how_its_matrices_depend_on_the_width(parts):
         "for one whose inputs do not grow with the width"
     )
     with pytest.raises(
-        ConfigError, match=r"mup_kind\('up.weight'\) returns 'output', expected hidden, input or vector"
+        ConfigError, match=r"mup_kind\('up.weight'\) returns 'inputs', expected hidden, input, output or vector"
     ):
         MPT(replace(WIDE, ffn_config=FFNConfig(ffn_type=parts["Wrong"])))
 
@@ -150,3 +161,12 @@ def test_a_part_of_ones_own_says_how_its_matrices_depend_on_the_width(parts):
     name = "transformer.blocks.0.ffn.up.weight"
     assert kind(wide, name) == "hidden" and kind(wide, name.replace("weight", "bias")) == "vector"
     assert (wide.get_parameter(name).std() / base.get_parameter(name).std()).item() == pytest.approx(0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.split())
+def test_inputs_and_outputs_of_a_part_are_drawn_as_in_the_base_model(parts, scheme):
+    config = replace(WIDE, ffn_config=FFNConfig(ffn_type=parts["Through8"]), init_config=init_of(scheme))
+    wide, base = initialised(config), initialised(replace(config, d_model=64, n_heads=4))
+    for name in ("read.weight", "write.weight"):
+        stds = [model.get_parameter(f"transformer.blocks.0.ffn.{name}").std().item() for model in (wide, base)]
+        assert stds[0] == pytest.approx(stds[1], rel=0.15)
