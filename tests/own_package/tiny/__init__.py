@@ -1,0 +1,1 @@
+"""Parts of a run, as an example of a companion. `companion.py` lists them."""
