@@ -33,7 +33,7 @@ def write_foundry(folder: Path, model: MPT, **changes) -> None:
     marks = {"model_type": "mpt", "architectures": ["MPTForCausalLM"], "auto_map": code, "init_device": "cpu"}
     content = asdict(model.config)
     for block in (content, content["attn_config"], content["ffn_config"]):
-        for key in ("kwargs", "norm_kwargs"):  # ours alone, for parts of the user's own
+        for key in ("kwargs", "norm_kwargs", "loss_kwargs", "mup"):  # ours alone
             block.pop(key, None)
     (folder / "config.json").write_text(json.dumps({**content, **marks, **changes}))
     save_file(model.state_dict(), folder / "model.safetensors")

@@ -46,6 +46,7 @@ def test_the_place_in_the_data_counts_the_padding_of_an_epoch_s_last_batch(monke
     """Composer counts samples; the next epoch begins behind the whole batch."""
     dataset: Any = TextDataset.__new__(TextDataset)
     dataset.global_batch_size = 8
+    dataset.joins_batches = False
     monkeypatch.setattr(TextDataset, "state_dict", lambda self, num_samples, *_: {"samples": num_samples})
     timestamp = Timestamp(batch=13, batch_in_epoch=3, sample_in_epoch=21)
     state: Any = SimpleNamespace(train_dataloader=SimpleNamespace(dataset=dataset), timestamp=timestamp)

@@ -458,7 +458,14 @@ def test_only_saved_batches_count_as_progress_of_a_launch(tmp_path, monkeypatch)
         return 0
 
     monkeypatch.setattr(Launcher, "run", run)
-    config = SimpleNamespace(run_folder=str(tmp_path), retry_for=Time.parse("60s"), environment={}, own_code=[])
+    config = SimpleNamespace(
+        run_folder=str(tmp_path),
+        retry_for=Time.parse("60s"),
+        environment={},
+        own_code=[],
+        icl_tasks=[],
+        icl_task_folder=None,
+    )
     checked = SimpleNamespace(invocation=SimpleNamespace(config=config))
     monkeypatch.setattr("llmfoundry_lite.launch_train.check", lambda arguments, merged: checked)
     monkeypatch.setattr("llmfoundry_lite.launch_train.check_access", lambda config: None)
