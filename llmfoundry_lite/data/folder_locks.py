@@ -8,6 +8,7 @@ too, so only regular files of this user are opened.
 """
 
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -62,6 +63,7 @@ def hold_folder(
         return None
 
     deadline = time.monotonic() + timeout_seconds
+    has_collected = False
     while True:
         # The kernel grants an exclusive lock only if no process holds the folder. Then it belongs to this launch.
         with suppress(BlockingIOError):
@@ -74,7 +76,14 @@ def hold_folder(
             return file
 
         fcntl.flock(file, fcntl.LOCK_UN)
-        is_held_by_us = holding_process == describe_this_process()  # waiting would never end
+        is_held_by_us = holding_process == describe_this_process()
+        if is_held_by_us and not has_collected:
+            # An earlier run of this program may have left its data set in a reference cycle, and the lock with it.
+            gc.collect()
+            has_collected = True
+            continue
+
+        # If a data set of this process still uses the folder, waiting would never end.
         if is_held_by_us or time.monotonic() > deadline:
             file.close()
             raise _folder_in_use_error(folder, holding_process)
