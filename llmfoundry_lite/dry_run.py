@@ -65,7 +65,8 @@ def describe_launch(
     tokens_per_batch = config.global_train_batch_size * config.max_seq_len
     flops_per_token = count_flops_per_token(model, config.max_seq_len)
     flops_per_batch = flops_per_token * tokens_per_batch
-    flops = f"{_with_prefix(flops_per_token)} per token, {_with_prefix(flops_per_batch)} per batch"
+    which_batch = "batch" if config.largest_batch_size == config.global_train_batch_size else "smallest batch"
+    flops = f"{_with_prefix(flops_per_token)} per token, {_with_prefix(flops_per_batch)} per {which_batch}"
     start, not_checked_at_start = _describe_start(config, is_for_here=is_for_here)
     other_launches = ""
     lines_of_blocks = []

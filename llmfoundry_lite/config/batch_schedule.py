@@ -5,9 +5,11 @@ from 0 in both: `1000ba` is where 1,000 batches have been trained, so the next o
 with the new number.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -129,11 +131,15 @@ class PerBatch:
 
         With batches of 64 samples, and of 128 from 1000ba on, 64,100 samples take 1,001 batches.
         """
+        # The total is reached in the last step, unless it is reached before an earlier one ends.
+        step_of_total = self.steps[-1]
         for step, following in pairwise(self.steps):
             if self.sum_before(following.first_batch) >= total:
-                return step.first_batch + -(-(total - self.sum_before(step.first_batch)) // step.value)
-        last = self.steps[-1]
-        return last.first_batch + -(-(total - self.sum_before(last.first_batch)) // last.value)
+                step_of_total = step
+                break
+
+        remaining = total - self.sum_before(step_of_total.first_batch)
+        return step_of_total.first_batch + math.ceil(Fraction(remaining, step_of_total.value))
 
     def first_difference(self, other: "PerBatch", num_batches: int) -> int | None:
         """Return the earliest of the first `num_batches` batches whose number in `other` differs, or None."""

@@ -121,10 +121,14 @@ def refuse_another_past(recorded: Mapping[str, Any], config: TrainConfig, num_ba
     sizes_before = PerBatch.build(config.global_train_batch_size, schedule)
     batch = config.batch_sizes.first_difference(sizes_before, num_batches)
     if batch is not None:
+        if schedule.steps:
+            remedy = f"begin with the checkpoint's {as_text(schedule.written)}, and add or change entries"
+        else:
+            remedy = f"remove the entries before {num_batches}ba, and add or change them"
         raise CheckpointError(
             f"{key}: batch {batch + 1} has {config.batch_sizes.of(batch)} samples here and {sizes_before.of(batch)} in "
-            f"the checkpoint, which has trained {num_batches} batches; only later ones may change: begin with the "
-            f"checkpoint's {as_text(schedule.written)}, and add or change entries from {num_batches}ba on"
+            f"the checkpoint, which has trained {num_batches} batches; only later ones may change: "
+            f"{remedy} from {num_batches}ba on"
         )
 
 

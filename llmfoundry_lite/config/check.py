@@ -102,8 +102,8 @@ def _check_data(config: TrainConfig) -> None:
 def _check_batch_sizes(config: TrainConfig) -> None:
     """Raise ConfigError for a batch_size_schedule with a size that is no multiple of global_train_batch_size.
 
-    It also does not go with a loader of the user's own, with several launches that train one run, and with a run whose
-    length is given in epochs.
+    If it has larger batches, it also does not go with a loader of the user's own, with several launches that train one
+    run, and with a run or a learning rate schedule whose spans are given in epochs.
     """
     schedule = config.batch_size_schedule
     if schedule is None or not schedule.steps:
@@ -111,16 +111,27 @@ def _check_batch_sizes(config: TrainConfig) -> None:
     base = config.global_train_batch_size
     for first_batch, size in schedule.steps:
         if size % base:
-            near = join_with_or([multiple for multiple in (size // base * base, -(-size // base) * base) if multiple])
+            lower = size // base * base
+            near = join_with_or([multiple for multiple in (lower, lower + base) if multiple])
             raise ConfigError(
                 f"batch_size_schedule: {size} from {first_batch}ba on given, expected a multiple of "
                 f"global_train_batch_size, {base}, such as {near}; the smallest size belongs there"
             )
+    if config.parts_of_batches.largest == 1:
+        return  # a run of one size after all
     if config.max_duration.unit == "ep":
         raise ConfigError(
             f"batch_size_schedule: max_duration is {config.max_duration.written}, and a batch may have samples of two "
             "epochs; write max_duration in ba, sp or tok"
         )
+    durations = () if is_own(config.scheduler.name) else SCHEDULES[config.scheduler.name].durations
+    for name in durations:
+        duration: Duration = getattr(config.scheduler, name)
+        if duration.unit == "ep" and duration.value > 0:
+            raise ConfigError(
+                f"batch_size_schedule: does not go with scheduler.{name}, {duration}: epochs have different numbers of "
+                "batches; write it in the unit of max_duration or in dur"
+            )
     if config.train_loader.name != "text":
         raise ConfigError(
             f"batch_size_schedule: does not go with train_loader.name, {config.train_loader.name}: nothing is known of "

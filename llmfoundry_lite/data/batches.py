@@ -32,7 +32,10 @@ def join_batches(loader: Iterable[dict[str, torch.Tensor]], dataset: TextDataset
                 small_batches = iter(loader)
                 part = next(small_batches)
             parts.append(part)
-        yield {"input_ids": torch.cat([part["input_ids"] for part in parts])}
+        if len(parts) == 1:
+            yield parts[0]  # `torch.cat` would copy it, out of pinned memory
+        else:
+            yield {"input_ids": torch.cat([part["input_ids"] for part in parts])}
 
         batch += 1
         if is_epoch_over(dataset, batch):

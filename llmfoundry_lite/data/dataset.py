@@ -78,7 +78,7 @@ class TextDataset(IterableDataset):
             launch.
         max_duration: duration of the run, which a stage's `until: 0.8dur` refers to.
         batch_sizes: samples of each batch of the run, on all ranks together, multiples of `global_batch_size`. The data
-            set itself only has batches of that size; `training/batches.py` joins them. None: all have that size.
+            set itself only has batches of that size; `data/batches.py` joins them. None: all have that size.
         max_samples: limits an evaluation to the first samples in file order.
 
         Raises `DataError` for any fault of the data or of the arguments.
@@ -289,11 +289,13 @@ class TextDataset(IterableDataset):
     def _stages_error(self, batch: int, saved_stages: list[list[Any]]) -> DataError:
         """Return the error for a checkpoint whose stages began after other batches than in this configuration.
 
-        `batch` is the number of batches that the checkpoint was trained on. `saved_stages` are its stages, each as
-        [first batch, fingerprint].
+        `batch` is the number of this data set's batches that the checkpoint was trained on. `saved_stages` are its
+        stages, each as [first batch, fingerprint]. The message has the batches of the run, as `until` counts them.
         """
-        begins = " and ".join(map(str, self.first_batches))
-        saved_begins = " and ".join(str(first_batch) for first_batch, _ in saved_stages)
+        count_batches = self.parts_of_batches.count_batches
+        begins = " and ".join(str(count_batches(first_batch)) for first_batch in self.first_batches)
+        saved_begins = " and ".join(str(count_batches(first_batch)) for first_batch, _ in saved_stages)
+        batch = count_batches(batch)
         return DataError(
             f"train_loader.dataset.stages: here they begin after batch {begins}; the checkpoint, of batch {batch}, was "
             f"trained with beginnings after batch {saved_begins}; only stages that begin after {batch} may be added or "

@@ -98,6 +98,11 @@ def test_a_schedule_may_begin_with_another_size_than_the_smallest():
             "in ba, sp or tok",
         ),
         (
+            [SCHEDULE, "scheduler.t_warmup=1ep"],
+            "batch_size_schedule: does not go with scheduler.t_warmup, 1ep: epochs have different numbers of batches; "
+            "write it in the unit of max_duration or in dur",
+        ),
+        (
             [SCHEDULE, "train_loader={name: 'python:mine:load'}"],
             "batch_size_schedule: does not go with train_loader.name, python:mine:load: nothing is known of its place "
             "in the data; remove one of them",
@@ -190,6 +195,7 @@ def test_a_dry_run_lists_the_sizes(tmp_path):
         "11 to 30: 16 samples, 512 tokens, 4 microbatch(es)",
         "31 to 60: 32 samples, 1,024 tokens, 8 microbatch(es)",
     ]
+    assert any(line.startswith("model FLOPs") and line.endswith(" per smallest batch") for line in lines)
     assert "duration       60ba = 60 batches, 43.52 k tokens, 1.94 epochs" in lines
     assert not any(line.startswith("batches ") for line in dry_run_lines(tmp_path / "b", batch_size_schedule=None))
 
@@ -249,3 +255,12 @@ def test_the_estimate_of_a_pipeline_counts_the_microbatches_of_the_largest_batch
     bytes_of_large_batches = estimate_bytes("global_train_batch_size=64")
     assert estimate_bytes("batch_size_schedule={10ba: 64, 100ba: 128}") == bytes_of_large_batches
     assert estimate_bytes("batch_size_schedule={100ba: 64}") == estimate_bytes() < bytes_of_large_batches
+
+
+def test_a_schedule_without_a_larger_batch_refuses_nothing():
+    assert load("batch_size_schedule={10ba: 8}", "max_duration=2ep").parts_of_largest_batch == 1
+
+
+def test_a_checkpoint_without_a_schedule_asks_to_remove_entries():
+    with pytest.raises(CheckpointError, match="remove the entries before 20ba, and add or change them from 20ba on"):
+        refuse_another_past({}, load(SCHEDULE), 20)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llmfoundry_lite as lf
-from llmfoundry_lite.config.batch_schedule import PerBatch
+from llmfoundry_lite.config.batch_schedule import PerBatch, Steps
 from llmfoundry_lite.config.data_schema import StageConfig, StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, streams_of_stages
 from llmfoundry_lite.config.spans import Duration
@@ -332,6 +332,32 @@ def test_a_stage_that_has_begun_stays_where_it_is(mixture, num_batches, until, m
         open_data(None, **mixture).load_state_dict(state)
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+BATCH_SIZES = PerBatch.build(12, Steps.parse({"10ba": 24}))
+
+
+def test_stages_that_were_moved_are_named_in_batches_of_the_run(mixture):
+    """`until` counts those. From the eleventh on, each has two of the data set's batches."""
+    mixture["stages"][1]["until"] = "20ba"
+    dataset = open_data(None, **mixture, batch_sizes=BATCH_SIZES)
+    epoch, num_samples = dataset.position_after(15)
+    state = dataset.state_dict(num_samples, epoch=epoch)
+    mixture["stages"][0]["until"] = "13ba"
+    with pytest.raises(
+        DataError,
+        match=r"begin after batch 0 and 13 and 20; the checkpoint, of batch 15, .* after batch 0 and 12; only",
+    ):
+        open_data(None, **mixture, batch_sizes=BATCH_SIZES).load_state_dict(state)
+
+
+def test_a_position_that_a_schedule_does_not_have_is_refused(without_stages):
+    dataset = open_data(None, **without_stages, batch_sizes=BATCH_SIZES)
+    epoch, num_samples = dataset.position_after(12)
+    state = dataset.state_dict(num_samples, epoch=epoch)
+    dataset.check_position(state, 12)
+    with pytest.raises(DataError, match="has read 168 samples, and batch_size_schedule has 144 in the first 11 batch"):
+        dataset.check_position(state, 11)
 
 
 def with_equal_shares(mixture) -> dict:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from composer.core import Timestamp
 
-from llmfoundry_lite.config.batch_schedule import PerBatch
+from llmfoundry_lite.config.batch_schedule import PerBatch, Steps
 from llmfoundry_lite.config.layout import Coordinates, DataRanks
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.training import monitor
@@ -22,20 +22,27 @@ def state_at(batch: int, seconds: float = 0.0) -> Any:
     return SimpleNamespace(timestamp=SimpleNamespace(get=stamp.get, batch=batch, token=100 * batch, total_wct=wall))
 
 
-def test_the_time_that_is_left_is_by_the_pace_of_this_launch(monkeypatch):
+@pytest.mark.parametrize(
+    ("larger_sizes", "remaining_batches"),
+    [
+        pytest.param({}, 37, id="one size"),
+        pytest.param({"80ba": 16}, 17 + 2 * 20, id="the last 20 batches are as much work as 40"),
+    ],
+)
+def test_the_time_that_is_left_is_by_the_pace_of_this_launch(monkeypatch, larger_sizes, remaining_batches):
     """A run that carries on at batch 60 of 100 has trained those in other launches."""
     clock, found = SimpleNamespace(seconds=1000.0), {}
     monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     logger: Any = SimpleNamespace(log_metrics=found.update)
-    run = RunMonitor(2, 6, Duration.parse("100ba"), "fp32", LaunchRole(), PerBatch.build(8, None))
+    run = RunMonitor(2, 6, Duration.parse("100ba"), "fp32", LaunchRole(), PerBatch.build(8, Steps.parse(larger_sizes)))
     run.fit_start(state_at(60, 500.0), logger)
     for batch, seconds in ((61, 502.0), (62, 505.0), (63, 509.0)):
         clock.seconds = 500.0 + seconds
         run.batch_end(state_at(batch, seconds), logger)
     assert found["time/elapsed_seconds"] == 9.0
-    assert found["time/remaining_seconds"] == pytest.approx(9.0 / 3 * 37)
+    assert found["time/remaining_seconds"] == pytest.approx(9.0 / 3 * remaining_batches)
     assert found["time/batch_seconds"] == 4.0
     assert found["throughput/tokens_per_sec"] == pytest.approx(200 / 7)  # of the two batches in the window
     assert found["throughput/device/tokens_per_sec"] == pytest.approx(100 / 7)

@@ -208,10 +208,13 @@ def launch(num_devices: int, settings: dict[str, Any], dtype: str) -> Point:
 def read_point(run_folder: str) -> Point:
     """Read a run's configuration and log as a point. `run_folder` may be a URL.
 
-    Raises DataError for a run without a configuration, and for one whose batches ran on several numbers of devices.
+    Raises DataError for a run without a configuration, for one whose batches differ in size, and for one
+    whose batches ran on several numbers of devices.
     """
     finished_run = read_run(run_folder)
     config = config_of(finished_run)
+    if config.parts_of_batches.largest > 1:
+        raise DataError(f"{run_folder}: batch_size_schedule: a table needs runs whose batches have one size")
     log = finished_run.log
 
     # The log also has evaluations, which have no step's time. Batch 0 is an evaluation before training.

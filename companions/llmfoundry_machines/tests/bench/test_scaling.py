@@ -53,6 +53,16 @@ def test_a_run_s_first_two_batches_are_no_part_of_its_time(tmp_path):
     assert (found.num_devices, found.batch_size, found.seconds) == (2, 8, 3.0)
 
 
+def test_a_run_whose_batches_differ_in_size_is_no_point_of_a_table(tmp_path):
+    """One time of a batch would stand for all of them."""
+    records = [record(batch, seconds=1.0, num_devices=1) for batch in (1, 2, 3)]
+    values = tiny_config(tmp_path, batch_size_schedule={"2ba": 16})
+    config = load_train_config([write_config(tmp_path / "run.yaml", values)]).config
+    run = write_run(tmp_path / "run", records, **as_dict(config))
+    with pytest.raises(DataError, match="batch_size_schedule: a table needs runs whose batches have one size"):
+        scaling.read_point(run)
+
+
 def test_a_table_says_which_parts_it_does_not_count(tmp_path, capsys):
     records = [record(batch, seconds=1.0, num_devices=1) for batch in (1, 2, 3)]
     config = load_train_config(
