@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.checkpoint.manifest import HIDDEN
@@ -87,7 +88,7 @@ def describe_launch(
         *_with_heading("muP", _describe_mup(config)),
         *_with_heading("devices", describe_layout(layout)),
         *_with_heading("batch", _describe_batch(config, layout)),
-        *_with_heading("batches", _describe_batch_sizes(config, layout, findings)),
+        *_with_heading("batches", _describe_stretches(config, layout, findings)),
         *_with_heading("samples", describe_division("samples", config, layout)),
         *_with_heading("stages", describe_division("stages", config, layout)),
         f"duration       {config.max_duration.written}{_describe_duration(config, findings)}",
@@ -270,21 +271,30 @@ def _describe_batch(config: TrainConfig, layout: Layout) -> list[str]:
     ]
 
 
-def _describe_batch_sizes(config: TrainConfig, layout: Layout, findings: Preflight) -> list[str]:
-    """Return a line for each stretch of batches of one size; none for a run whose batches have one size.
+def _describe_stretches(config: TrainConfig, layout: Layout, findings: Preflight) -> list[str]:
+    """Return a line for each stretch of batches of one size and length; none for a run whose batches are all alike.
 
-    1 to 1,000: 64 samples, 131,072 tokens, 4 microbatch(es)
-    1,001 to 3,000: 128 samples, 262,144 tokens, 8 microbatch(es)
+    1 to 500: 64 samples in rows of 256 tokens, 65,536 tokens, 4 microbatch(es)
+    501 to 3,000: 128 samples in rows of 1,024 tokens, 131,072 tokens, 8 microbatch(es)
     """
     num_batches = _count_batches(config, findings)
-    if config.parts_of_batches.largest == 1 or not num_batches:
+    has_short_rows = config.seq_lens.smallest < config.max_seq_len
+    are_alike = config.parts_of_batches.largest == 1 and not has_short_rows
+    if are_alike or not num_batches:
         return []
+    stretches = [*config.batch_sizes.stretches(num_batches), *config.seq_lens.stretches(num_batches)]
+    first_batches = sorted({stretch.first_batch for stretch in stretches})
     device_batch_size = config.global_train_batch_size // layout.num_data_ranks
     microbatch_size = config.first_microbatch_size(device_batch_size)
 
     lines: list[str] = []
-    for first_batch, end_batch, size in config.batch_sizes.stretches(num_batches):
-        line = f"{first_batch + 1:,} to {end_batch:,}: {size:,} samples, {size * config.max_seq_len:,} tokens"
+    for first_batch, end_batch in pairwise([*first_batches, num_batches]):
+        size = config.batch_sizes.of(first_batch)
+        length = config.seq_lens.of(first_batch)
+        line = f"{first_batch + 1:,} to {end_batch:,}: {size:,} samples"
+        if has_short_rows:
+            line += f" in rows of {length:,} tokens"
+        line += f", {size * config.max_seq_len:,} tokens"
         if config.device_train_microbatch_size != "auto":
             num_microbatches = -(-(size // layout.num_data_ranks) // microbatch_size)  # rounded up
             line += f", {num_microbatches} microbatch(es)"

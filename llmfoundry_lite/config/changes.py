@@ -113,21 +113,27 @@ def refuse_another_past(recorded: Mapping[str, Any], config: TrainConfig, num_ba
     `recorded` is the configuration of a checkpoint, as `schema.as_dict` returns it, and `num_batches` counts what the
     run has trained there.
     """
-    key = "batch_size_schedule"
-    try:
-        schedule = Steps.parse(recorded.get(key) or {})
-    except ValueError as error:
-        raise CheckpointError(f"{key}: {recorded[key]!r} in the checkpoint, expected {error}") from None
-    sizes_before = PerBatch.build(config.global_train_batch_size, schedule)
-    batch = config.batch_sizes.first_difference(sizes_before, num_batches)
-    if batch is not None:
+    here = {
+        "batch_size_schedule": (config.global_train_batch_size, config.batch_sizes, "samples"),
+        "seq_len_schedule": (config.max_seq_len, config.seq_lens, "tokens in a row"),
+    }
+    for key, (value_without_schedule, values, words) in here.items():
+        try:
+            schedule = Steps.parse(recorded.get(key) or {})
+        except ValueError as error:
+            raise CheckpointError(f"{key}: {recorded[key]!r} in the checkpoint, expected {error}") from None
+        values_before = PerBatch.build(value_without_schedule, schedule)
+        batch = values.first_difference(values_before, num_batches)
+        if batch is None:
+            continue
+
         if schedule.steps:
             remedy = f"begin with the checkpoint's {as_text(schedule.written)}, and add or change entries"
         else:
             remedy = f"remove the entries before {num_batches}ba, and add or change them"
         raise CheckpointError(
-            f"{key}: batch {batch + 1} has {config.batch_sizes.of(batch)} samples here and {sizes_before.of(batch)} in "
-            f"the checkpoint, which has trained {num_batches} batches; only later ones may change: "
+            f"{key}: batch {batch + 1} has {values.of(batch)} {words} here and {values_before.of(batch)} in the "
+            f"checkpoint, which has trained {num_batches} batches; only later ones may change: "
             f"{remedy} from {num_batches}ba on"
         )
 

@@ -42,6 +42,7 @@ def check_together(config: TrainConfig, layers: Sequence[ConfigLayer] = ()) -> N
         check_model(config.model)
         _check_data(config)
         _check_batch_sizes(config)
+        _check_seq_lens(config)
         refuse_unused_keys(config)
         _check_optimizer(config.optimizer, config.sharding)
         _check_mup(config)
@@ -137,10 +138,55 @@ def _check_batch_sizes(config: TrainConfig) -> None:
             f"batch_size_schedule: does not go with train_loader.name, {config.train_loader.name}: nothing is known of "
             "its place in the data; remove one of them"
         )
-    for block in given_blocks(config.blocks):
+    for block in _find_shared_blocks(config):
         raise ConfigError(
             f"batch_size_schedule: does not go with {block}: several launches divide batches of one size; remove one"
         )
+
+
+def _check_seq_lens(config: TrainConfig) -> None:
+    """Raise ConfigError for a seq_len_schedule with a length that does not divide max_seq_len.
+
+    It also does not go with a loader of the user's own, with samples of another length, with several launches that
+    train one run, and with context and pipeline parallelism.
+    """
+    schedule = config.seq_len_schedule
+    if schedule is None or not schedule.steps:
+        return
+    for first_batch, length in schedule.steps:
+        if config.max_seq_len % length or length < 2:
+            fitting = [divisor for divisor in divisors(config.max_seq_len) if divisor > 1]
+            shorter = [divisor for divisor in fitting if divisor < length]
+            longer = [divisor for divisor in fitting if divisor > length]
+            raise ConfigError(
+                f"seq_len_schedule: {length} from {first_batch}ba on given, expected 2 tokens or more that divide "
+                f"max_seq_len, {config.max_seq_len}, such as {join_with_or(shorter[-1:] + longer[:1])}"
+            )
+        if config.sequence_parallel and length % config.tensor_parallel_degree:
+            raise ConfigError(
+                f"seq_len_schedule: {length} from {first_batch}ba on is not divided by "
+                f"tp_config.tensor_parallel_degree, {config.tensor_parallel_degree}, which divides sequences; give "
+                "multiples of it, or set tp_config.sequence_parallel=false"
+            )
+    # Key -> (whether the run has it, why it does not go with rows of other lengths).
+    reasons = {
+        "train_loader.name": (config.train_loader.name != "text", "its rows may be anything"),
+        "train_loader.dataset.max_seq_len": (
+            config.train_loader.dataset.max_seq_len not in (None, config.max_seq_len),
+            "samples have max_seq_len tokens",
+        ),
+        "cp_config": (config.context.context_parallel_degree > 1, "its devices divide samples of one length"),
+        "pp_config": (config.pipeline.pipeline_parallel_degree > 1, "its stages exchange tensors of one shape"),
+        **dict.fromkeys(_find_shared_blocks(config), (True, "several launches divide batches of one shape")),
+    }
+    for key, (is_asked_for, why) in reasons.items():
+        if is_asked_for:
+            raise ConfigError(f"seq_len_schedule: does not go with {key}: {why}; remove one of them")
+
+
+def _find_shared_blocks(config: TrainConfig) -> list[str]:
+    """Return keys of the blocks by which several launches train the run together."""
+    return [key for key, block in given_blocks(config.blocks).items() if block.shared_run is not None]
 
 
 def _check_own_loaders(config: TrainConfig, layers: Sequence[ConfigLayer]) -> None:

@@ -146,6 +146,9 @@ class TrainConfig:
     larger batch has the samples of several consecutive batches of that size. null: one size."""
     max_seq_len: int = setting(REQUIRED, POSITIVE, change="never", replay="used")
     """Tokens."""
+    seq_len_schedule: Steps | None = parsed(None, Steps.parse, dict[str, int | None], change="logged", replay="used")
+    """Lengths of rows in tokens, from given batches on. They divide max_seq_len, which is the length until then. Each
+    sample is cut into rows of that length. null: samples stay whole."""
 
     run_name: str = setting(change="freely")
     """Default: $RUN_NAME, else the first YAML file's name."""
@@ -500,6 +503,11 @@ class TrainConfig:
     def parts_of_largest_batch(self) -> int:
         """Number of batches of `global_train_batch_size` that the largest batch of the run consists of."""
         return self.largest_batch_size // self.global_train_batch_size
+
+    @property
+    def seq_lens(self) -> PerBatch:
+        """Number of tokens of a row of each batch."""
+        return PerBatch.build(self.max_seq_len, self.seq_len_schedule)
 
     @property
     def trains_alone(self) -> bool:

@@ -83,15 +83,15 @@ def _find_long_spans(run: Duration, schedule: SchedulerConfig) -> Iterator[Surpr
 
 
 def _find_late_sizes(config: TrainConfig) -> Iterator[Surprise]:
-    """Yield sizes of batches that begin when the run has ended."""
-    if config.batch_size_schedule is None or config.max_duration.unit != "ba":
+    """Yield sizes of batches, and lengths of rows, that begin when the run has ended."""
+    if config.max_duration.unit != "ba":
         return
-    for first_batch, size in config.batch_size_schedule.steps:
-        if first_batch >= config.max_duration.value:
-            yield (
-                "batch_size_schedule",
-                f": {size} from {first_batch}ba on has no effect: the run ends at {config.max_duration}",
-            )
+    for key in ("batch_size_schedule", "seq_len_schedule"):
+        schedule = getattr(config, key)
+        steps = () if schedule is None else schedule.steps
+        for first_batch, value in steps:
+            if first_batch >= config.max_duration.value:
+                yield key, f": {value} from {first_batch}ba on has no effect: the run ends at {config.max_duration}"
 
 
 def _find_copied_layers(config: TrainConfig) -> Iterator[Surprise]:

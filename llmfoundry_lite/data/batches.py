@@ -1,8 +1,9 @@
-"""Batches of a run whose size changes (`batch_size_schedule`), made of the smaller batches that the data set has.
+"""Batches whose size or length changes during a run, made of the batches that the data set has.
 
-The order of samples depends on `global_train_batch_size` alone. A larger batch is several consecutive batches of that
-size, so any schedule reads the same samples in the same order. The place in the data, and the end of an epoch, are
-functions of the number of the batch.
+`join_batches` is for `batch_size_schedule`, and `cut_rows` for `seq_len_schedule`. The order of samples depends on
+`global_train_batch_size` alone. A larger batch is several consecutive batches of that size, so any schedule reads the
+same samples in the same order. The place in the data, and the end of an epoch, are functions of the number of the
+batch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from llmfoundry_lite.config.batch_schedule import PerBatch
 from llmfoundry_lite.data.dataset import TextDataset
 
 
@@ -40,6 +42,18 @@ def join_batches(loader: Iterable[dict[str, torch.Tensor]], dataset: TextDataset
         batch += 1
         if is_epoch_over(dataset, batch):
             return
+
+
+def cut_rows(batches: Iterable[dict[str, torch.Tensor]], seq_lens: PerBatch, batch: int) -> Iterator[Any]:
+    """Yield batches with their samples cut into rows, whose length `seq_lens` decides for each batch.
+
+    batches: those of a run after its first `batch` batches, {"input_ids": [samples, max_seq_len]}.
+
+    With rows of L tokens, a batch becomes [samples * max_seq_len / L, L]: a sample's rows follow each other.
+    """
+    for whole_samples in batches:
+        yield {"input_ids": whole_samples["input_ids"].reshape(-1, seq_lens.of(batch))}
+        batch += 1
 
 
 def is_epoch_over(dataset: TextDataset, batch: int) -> bool:

@@ -52,7 +52,7 @@ from llmfoundry_lite.report.reading import METRICS, Run, read_run
 
 DATA_KEYS = (
     *("train_loader", "global_train_batch_size", "batch_size_schedule"),
-    *("max_seq_len", "max_duration", "tokenizer", "model"),
+    *("max_seq_len", "seq_len_schedule", "max_duration", "tokenizer", "model"),
 )
 """Keys of a configuration that decide which rows a batch has, and what they contain."""
 
@@ -76,6 +76,8 @@ class Batch:
 
     run: str
     number: int
+    seq_len: int
+    """Tokens of the parts into which each row was cut for training; those of a whole row if it was not cut."""
     epoch: int
     rows: list[Row]
     digest: str
@@ -158,6 +160,7 @@ def read_batch(location: str, number: int, changes: Sequence[str] = ()) -> Batch
     return Batch(
         run=location,
         number=number,
+        seq_len=data.seq_lens.of(number - 1),
         epoch=epoch,
         rows=rows,
         digest=digest,
@@ -237,6 +240,8 @@ class OpenedData:
     """The recorded values of DATA_KEYS, with the changes."""
     tokenizer: Tokenizer | None
     """None where it is not on this machine."""
+    seq_lens: PerBatch
+    """Tokens of the rows into which each batch's samples were cut."""
 
 
 def open_data(run: Run, changes: Sequence[ConfigLayer]) -> OpenedData:
@@ -279,11 +284,6 @@ def open_data(run: Run, changes: Sequence[ConfigLayer]) -> OpenedData:
 
     # Open the data set.
     duration = config.get("max_duration")
-    try:
-        schedule = Steps.parse(config.get("batch_size_schedule") or {})
-    except ValueError as error:
-        raise DataError(f"{run.location}: its batch_size_schedule is not valid, expected {error}") from None
-    batch_sizes = PerBatch.build(config["global_train_batch_size"], schedule)
     dataset = TextDataset(
         replace(dataset_config, allow_truncation=True),  # the run was trained on it: no text is refused as too long
         max_seq_len=config["max_seq_len"],
@@ -293,7 +293,7 @@ def open_data(run: Run, changes: Sequence[ConfigLayer]) -> OpenedData:
         tokenizer=tokenizer,
         data_rank_and_size=(0, 1),  # this process is the only rank, so it reads all rows
         max_duration=None if duration is None else Duration.parse(duration),
-        batch_sizes=batch_sizes,
+        batch_sizes=_read_schedule(run, config, "batch_size_schedule", config["global_train_batch_size"]),
     )
     weakref.finalize(dataset, shutil.rmtree, download_folder, ignore_errors=True)
 
@@ -302,7 +302,19 @@ def open_data(run: Run, changes: Sequence[ConfigLayer]) -> OpenedData:
     state = checkpoint.manifest.scalars.get("data") if checkpoint is not None else None
     if isinstance(state, dict):
         dataset.load_state_dict(state)
-    return OpenedData(dataset, config, tokenizer)
+    seq_lens = _read_schedule(run, config, "seq_len_schedule", config["max_seq_len"])
+    return OpenedData(dataset, config, tokenizer, seq_lens)
+
+
+def _read_schedule(run: Run, config: dict[str, Any], key: str, value: int) -> PerBatch:
+    """Return the number of each batch that a run's recorded schedule gives; `value` for all of them without one.
+
+    Raises DataError for a record that is no schedule.
+    """
+    try:
+        return PerBatch.build(value, Steps.parse(config.get(key) or {}))
+    except ValueError as error:
+        raise DataError(f"{run.location}: its {key} is not valid, expected {error}") from None
 
 
 def check_digest(run: Run, number: int, digest: str) -> str | None:
@@ -368,26 +380,30 @@ def compute_losses(batch: Batch, location: str | None, device: torch.device) -> 
     if model.separates_documents and separator is None:
         raise DataError(f"{batch.run}: the token between documents is not known; name its place: tokenizer.name=…")
 
-    # Build a request for each row: the model predicts all tokens but the first. In a row of one token, as a shard of
-    # texts may have, there is nothing to predict. `scored_rows` has the row's number for each request.
+    # Build a request for each part of a row: the model predicts all of its tokens but the first. In a part of one
+    # token, as a shard of texts may have, there is nothing to predict. `scored_rows` has the row's number for each
+    # request.
     scored_rows: list[int] = []
     requests: list[Request] = []
     for row_number, row in enumerate(batch.rows):
-        tokens = tuple(row.tokens_t.tolist())
-        if len(tokens) > 1:
-            scored_rows.append(row_number)
-            requests.append(Request(context=tokens[:1], continuation=tokens[1:], num_characters=0, num_trimmed=0))
+        row_tokens = tuple(row.tokens_t.tolist())
+        for start in range(0, len(row_tokens), batch.seq_len):
+            tokens = row_tokens[start : start + batch.seq_len]
+            if len(tokens) > 1:
+                scored_rows.append(row_number)
+                requests.append(Request(context=tokens[:1], continuation=tokens[1:], num_characters=0, num_trimmed=0))
 
     # Score the requests. A score has the sum of the log-probabilities of a row's tokens.
-    row_losses = [math.nan] * len(batch.rows)
-    total_loss = 0.0
-    total_predicted = 0
+    loss_of_rows = [0.0] * len(batch.rows)
+    predicted_of_rows = [0] * len(batch.rows)
     groups = [[request] for request in requests]
     for scores in score(model, groups, model.max_seq_len, separator=separator):
         for request_number, request_score in scores.items():
-            row_loss = -request_score.log_probability
-            num_predicted = len(requests[request_number].continuation)
-            row_losses[scored_rows[request_number]] = row_loss / num_predicted
-            total_loss += row_loss
-            total_predicted += num_predicted
-    return Losses(row_losses, total_loss / max(total_predicted, 1), checkpoint.url)
+            row_number = scored_rows[request_number]
+            loss_of_rows[row_number] -= request_score.log_probability
+            predicted_of_rows[row_number] += len(requests[request_number].continuation)
+
+    mean_of_rows: list[float] = []
+    for loss, num_predicted in zip(loss_of_rows, predicted_of_rows, strict=True):
+        mean_of_rows.append(loss / num_predicted if num_predicted else math.nan)
+    return Losses(mean_of_rows, sum(loss_of_rows) / max(sum(predicted_of_rows), 1), checkpoint.url)

@@ -33,9 +33,9 @@ class BatchCounts(NamedTuple):
     """Samples, without the rows of padding that fill up an epoch's last batch."""
     num_tokens: int
     num_loss_tokens: int
-    """Tokens that have a loss: all but each sample's first."""
+    """Tokens that have a loss: all but each row's first. A row is a sample, or a part of one (`seq_len_schedule`)."""
     num_loss_samples: int
-    """Samples that have a loss. A sample of a single token has none."""
+    """Rows that have a loss. A row of a single token has none."""
     digest: int
 
     def weight(self, *, by_tokens: bool) -> int:
@@ -70,6 +70,9 @@ class Agreement:
     end_batch_of_role: Callable[[], Iterator[Any] | None]
     """`LaunchRole.end_batch`: lets other launches join and leave. Returns the batches to continue with if this rank
     reads other rows from the next batch on; else None."""
+    sample_length: int | None = None
+    """Tokens of a sample of the data. A batch has samples in rows of equal length, which may be shorter. None: a row is
+    a sample, of any length."""
     meter: Meter = field(default_factory=Meter)
     take_own_times: Callable[[], list[int]] = list
     """`RankTimes.take`: returns further numbers to add up, as many on every rank. They are the times that ranks need by
@@ -176,14 +179,19 @@ class Agreement:
             # is not taken for the end of the epoch.
             return NO_BATCH._replace(is_complete=self._error is not None)
 
+        # A sample may be cut into several rows. It is counted, and hashed, as a whole.
+        samples = self._batch
+        if self.sample_length is not None:
+            samples = {"input_ids": self._batch["input_ids"].reshape(-1, self.sample_length)}
+
         tokens = count_tokens(self._batch)
         return BatchCounts(
             is_complete=True,
-            num_samples=count_filled(self._batch),
+            num_samples=count_filled(samples),
             num_tokens=tokens["total"],
             num_loss_tokens=tokens["loss_generating"],
             num_loss_samples=count_rows(self._batch),
-            digest=batch_digest(self._batch["input_ids"]),
+            digest=batch_digest(samples["input_ids"]),
         )
 
     def _agree(

@@ -13,6 +13,7 @@ from composer.loggers import LoggerDestination
 from torch.optim import Optimizer
 
 from llmfoundry_lite import companions, devices
+from llmfoundry_lite.config.batch_schedule import PerBatch, Step
 from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
@@ -90,7 +91,8 @@ def build_and_restore(
         exact_sums=model.exact_sums,
     )
     build_meter = companions.load_if_installed("llmfoundry_ops.energy:build_meter") or Meter
-    agreement = Agreement(ranks, preemption, role.end_batch, build_meter())
+    sample_length = config.max_seq_len if config.seq_lens.smallest < config.max_seq_len else None
+    agreement = Agreement(ranks, preemption, role.end_batch, sample_length, build_meter())
     tasks = build_in_context(config, ranks, model) if config.icl_tasks and config.evaluates else None
     checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, role, tasks)
     checkpointing.on_saves = run_folder.note_saves
@@ -111,6 +113,7 @@ def build_and_restore(
         gradient_step=gradient_step,
         role=role,
         batch_sizes=config.batch_sizes,
+        seq_lens=config.seq_lens,
         model=model,
         train_dataloader=train_data,
         eval_dataloader=evaluators or None,
@@ -162,7 +165,7 @@ def build_callbacks(
         ),
         RunMonitor(
             config.callbacks.speed_monitor.window_size,
-            find_flops_per_token(config, model),
+            find_flops_of_batches(config, model),
             config.max_duration,
             devices.computed_precision(config.precision).removeprefix("amp_"),
             role,
@@ -242,12 +245,27 @@ def count_elements(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def find_flops_per_token(config: TrainConfig, model: torch.nn.Module) -> int | None:
+def find_flops_of_batches(config: TrainConfig, model: torch.nn.Module) -> PerBatch | None:
+    """Return the FLOPs of training on one token of each batch, forward and backward; None if they are not known.
+
+    They depend on the length of the batch's rows.
+    """
+    steps: list[Step] = []
+    for first_batch, seq_len in config.seq_lens.steps:
+        flops = find_flops_per_token(config, model, seq_len)
+        if flops is None:
+            return None
+        steps.append(Step(first_batch, flops))
+    return PerBatch(tuple(steps))
+
+
+def find_flops_per_token(config: TrainConfig, model: torch.nn.Module, seq_len: int) -> int | None:
     """Return the FLOPs of training on one token, forward and backward; None if a part of the user's own does not say.
 
-    A part says so by its attribute `flops_per_token`. A norm that does not counts like ours, by 6 for each parameter.
+    `seq_len` is the number of tokens of a row. A part says so by its attribute `flops_per_token`. A norm that does not
+    counts like ours, by 6 for each parameter.
     """
-    total = count_flops_per_token(config.model, config.max_seq_len)
+    total = count_flops_per_token(config.model, seq_len)
     for part in find_own_parts(model):
         flops = getattr(part, "flops_per_token", None)
         if flops is None and mark_of(part).is_norm:

@@ -93,8 +93,9 @@ class RunMonitor(Callback):
 
     window_size: int
     """Number of batches over which rates are averaged."""
-    flops_per_token: int | None
-    """Forward and backward; None for a model with a part of the user's own that does not say how many it needs."""
+    flops_per_token: PerBatch | None
+    """Those of each batch, forward and backward; None for a model with a part of the user's own that does not say how
+    many it needs."""
     max_duration: Duration
     compute_dtype: str
     """Precision in which matrices are multiplied, as the table of accelerators names it."""
@@ -143,7 +144,8 @@ class RunMonitor(Callback):
             "time/elapsed_seconds": elapsed_seconds,
         }
         if self.flops_per_token is not None:
-            flops_per_device = tokens_per_second_here * self.flops_per_token / world_size
+            last_batch = int(state.timestamp.batch) - 1  # those before it in the window may have had other rows
+            flops_per_device = tokens_per_second_here * self.flops_per_token.of(last_batch) / world_size
             metrics["throughput/device/flops_per_sec"] = flops_per_device
             if self.peak_flops is not None:
                 metrics["throughput/device/mfu"] = flops_per_device / self.peak_flops

@@ -36,7 +36,7 @@ from composer.utils import collect_env
 from llmfoundry_lite import devices
 from llmfoundry_lite.config.batch_schedule import PerBatch
 from llmfoundry_lite.config.layout import DataRanks
-from llmfoundry_lite.data.batches import is_epoch_over, join_batches
+from llmfoundry_lite.data.batches import cut_rows, is_epoch_over, join_batches
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import format_digest
 from llmfoundry_lite.parallel.exact import round_loss
@@ -68,18 +68,20 @@ class ParallelTrainer(Trainer):
         gradient_step: GradientStep,
         role: LaunchRole,
         batch_sizes: PerBatch,
+        seq_lens: PerBatch,
         **options: Any,
     ):
         """Build the trainer. Meanwhile Composer fires AFTER_LOAD, at which `Checkpointing.after_load` restores the run.
 
         `ranks` tells which part of each global batch this rank reads, `batch_sizes` how many samples a batch has on all
-        ranks. `options` are those of Composer's Trainer.
+        ranks, and `seq_lens` how many tokens their rows have. `options` are those of Composer's Trainer.
         """
         self.ranks = ranks
         self.agreement = agreement
         self.gradient_step = gradient_step
         self.role = role
         self.batch_sizes = batch_sizes
+        self.seq_lens = seq_lens
         self.last_stepped_batch = 0
         """The last batch whose optimizer step has begun. Until Composer counts that batch, weights and clock do not
         belong together, so the state must not be saved."""
@@ -156,6 +158,8 @@ class ParallelTrainer(Trainer):
             batches = self._joined_batches(dataset)
         elif batches is None:
             batches = self._loader_batches()
+        if self.agreement.sample_length is not None:
+            batches = cut_rows(batches, self.seq_lens, int(self.state.timestamp.batch))
         self.agreement.begin_epoch(batches)
 
     def _joined_batches(self, dataset: TextDataset) -> Iterator[Any]:
@@ -215,6 +219,8 @@ class ParallelTrainer(Trainer):
         metrics: dict[str, Any] = {**self.role.metrics(), "data/digest": digest}
         if self.batch_sizes.largest > self.batch_sizes.smallest:
             metrics["data/batch_size"] = self.batch_sizes.of(int(state.timestamp.batch))
+        if self.agreement.sample_length is not None:
+            metrics["data/seq_len"] = self.seq_lens.of(int(state.timestamp.batch))
         self.logger.log_metrics(metrics)
 
         # Measure, clip or drop the gradient. The host waits for the device here.
@@ -240,6 +246,11 @@ class ParallelTrainer(Trainer):
         weight = self.agreement.current.weight(by_tokens=by_tokens)  # tokens or samples with a loss, of all ranks
         loss_divisor = max(weight, 1) / self.ranks.size  # of several launches, one may have rows of padding alone
 
+        # A microbatch keeps its number of tokens where samples are cut into shorter rows.
+        row_length = rows["input_ids"].size(1)
+        rows_of_sample = (self.agreement.sample_length or row_length) // row_length
+        microbatch_size *= rows_of_sample
+
         self.role.begin_batch()
         microbatches = [rows]
         if model.num_stages == 1:
@@ -251,10 +262,10 @@ class ParallelTrainer(Trainer):
         if step.exact_sums:
             # The divisor must not depend on the padding, which is in the rows of other launches too.
             # `ExactSums.finish_batch` multiplies the sums by full_weight / weight.
-            num_rows = self.batch_sizes.of(int(state.timestamp.batch))
+            num_rows = self.batch_sizes.of(int(state.timestamp.batch)) * rows_of_sample
             full_weight = num_rows
             if by_tokens:
-                tokens_of_full_row = max(rows["input_ids"].size(1) - 1, 1)  # the last token of a row has no label
+                tokens_of_full_row = max(row_length - 1, 1)  # the last token of a row has no label
                 full_weight = num_rows * tokens_of_full_row
             parameters = whole_parameters(state.optimizers[0])
             step.begin_exact_sums(full_weight, weight, parameters, num_rows // microbatch_size)

@@ -89,7 +89,7 @@ TABLE = {
         "optimizer.param_groups.*.": "lr adamw_lr weight_decay",
         "scheduler.": """name t_warmup t_max alpha_i alpha_f t_decay decay t_scale t_cooldown alpha_f_decay
             alpha_f_cooldown kwargs""",
-        "": """exact_sums max_duration batch_size_schedule eval_loader eval_loaders eval_interval
+        "": """exact_sums max_duration batch_size_schedule seq_len_schedule eval_loader eval_loaders eval_interval
             eval_subset_num_batches icl_tasks
             icl_limit on_non_finite save_interval""",
         **dict.fromkeys(["eval_loader.", "eval_loaders.*."], "name drop_last kwargs"),

@@ -22,7 +22,7 @@ CONFIG = {
 }
 USED = {
     *("accumulate_train_batch_on_tokens", "algorithms", "compile_config", "cp_config", "deterministic"),
-    "batch_size_schedule",
+    *("batch_size_schedule", "seq_len_schedule"),
     *("device_train_microbatch_size", "exact_sums", "fsdp_config", "global_train_batch_size", "loss_chunk_mib"),
     *("max_duration", "max_seq_len", "max_skipped_batches", "model", "on_non_finite", "optimizer", "pp_config"),
     *("precision", "scheduler", "seed", "tokenizer", "tp_config", "train_loader"),

@@ -196,7 +196,7 @@ ALWAYS = {
     "TrainConfig": """model tokenizer train_loader optimizer scheduler max_duration global_train_batch_size max_seq_len
         run_name run_folder seed precision eval_loader eval_loaders loss_chunk_mib icl_tasks
         device_train_microbatch_size accumulate_train_batch_on_tokens exact_sums algorithms callbacks loggers
-        batch_size_schedule
+        batch_size_schedule seq_len_schedule
         fsdp_config tp_config cp_config pp_config on_non_finite save_folder save_interval digest_interval
         save_num_checkpoints_to_keep autoresume load_path stop_after stop_at max_wall_time preemption_grace_seconds
         takeover max_unsaved retry_for compile_config deterministic dist_timeout environment progress_bar

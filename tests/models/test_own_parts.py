@@ -189,7 +189,7 @@ def test_flops_are_known_only_if_each_part_says_its_own(changes, is_known):
     config = replace(SMALL, **changes)
     model = build(config)
     run: Any = SimpleNamespace(model=config, max_seq_len=16)
-    flops = find_flops_per_token(run, model)
+    flops = find_flops_per_token(run, model, run.max_seq_len)
     assert (flops is not None) is is_known
     if is_known:
         # 6 for each parameter of matrix products and norms, as ours count. The example does not count its two vectors.
@@ -213,7 +213,7 @@ def test_the_page_for_users_describes_a_run_that_can_be_built(tmp_path, monkeypa
     model = build(run.model)
     model(TOKENS_BT).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    assert find_flops_per_token(run, model) is None, "attention does not say"
+    assert find_flops_per_token(run, model, run.max_seq_len) is None, "attention does not say"
     trust_code(name for _, name in run.own_code)
     schedule = build_own_schedule(run.scheduler)
     state: Any = SimpleNamespace(timestamp=Timestamp(batch=2), max_duration=Time.from_timestring("10ba"))

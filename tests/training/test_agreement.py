@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.config.layout import DataRanks
+from llmfoundry_lite.data.loader import batch_digest
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.training import agreement
 from llmfoundry_lite.training.agreement import Agreement, BatchCounts, count_filled, count_rows, count_tokens
@@ -57,6 +58,19 @@ def test_a_batch_is_there_when_every_rank_has_its_share(monkeypatch):
     for one in ranks:
         assert one.upcoming[:5] == (True, 4, 14, 2 * 5, 4)
         assert one.next_batch() is BATCH
+
+
+@pytest.mark.parametrize("length", [2, 4, 8])
+def test_a_sample_in_several_rows_is_counted_and_hashed_as_a_whole(monkeypatch, length):
+    """Two samples, the second with padding, and one of padding alone. A row has no loss for its first token."""
+    samples_bt = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, *[-100] * 5], [-100] * 8])
+    cut = rank([{"input_ids": samples_bt.reshape(-1, length)}])
+    cut.sample_length = 8
+    end_batch(monkeypatch, cut)
+
+    num_loss_tokens = {2: 5, 4: 8, 8: 9}[length]
+    num_loss_rows = {2: 5, 4: 3, 8: 2}[length]
+    assert cut.upcoming == (True, 2, 11, num_loss_tokens, num_loss_rows, batch_digest(samples_bt))
 
 
 def test_own_times_of_ranks_are_in_the_sum_of_the_batches_that_are_measured(monkeypatch):

@@ -162,7 +162,7 @@ def trainer_of(rows_bt, rank, num_ranks, by_tokens, part=0, num_parts=1, **of_st
         state=SimpleNamespace(**state, device_train_microbatch_size=1, timestamp=Timestamp()),
         _train_data_spec=spec, engine=SimpleNamespace(run_event=lambda event: None), _original_model=model,
         gradient_step=GradientStep(model=model, on_non_finite="skip", max_skipped_batches=1, **of_step),
-        agreement=SimpleNamespace(current=BatchCounts(True, 4, 11, 7, 3, 0)),
+        agreement=SimpleNamespace(current=BatchCounts(True, 4, 11, 7, 3, 0), sample_length=None),
         accumulate_train_batch_on_tokens=by_tokens, role=LaunchRole(), batch_sizes=PerBatch.build(len(rows_bt), None),
         ranks=DataRanks(rank=rank, size=num_ranks, is_counted=True),
     )  # fmt: skip
@@ -215,6 +215,22 @@ def test_exact_sums_of_an_incomplete_batch_are_means_over_what_it_has(num_ranks,
     assert first.gradient_step.finish(first.state, logger, loss_sum, "digest") == pytest.approx(loss)
     assert (logged["loss/train/total"], logged["grad_norm"]) == pytest.approx((loss, loss))
     assert weight.grad.item() == pytest.approx(loss)
+
+
+@pytest.mark.parametrize(("by_tokens", "full_weight"), [(True, 8 * (2 - 1)), (False, 8)])
+def test_microbatches_keep_their_tokens_where_samples_are_cut(monkeypatch, by_tokens, full_weight):
+    """Four samples of four tokens, of which each becomes two rows: a microbatch of one sample has both."""
+    trainer = trainer_of(ROWS_BT.reshape(8, 2), 0, 1, by_tokens, exact_sums=ExactSums())
+    trainer.gradient_step.exact_sums.attach(trainer.state.model.model)
+    trainer.batch_sizes = PerBatch.build(4, None)
+    trainer.agreement.sample_length = 4
+    begun = []
+    monkeypatch.setattr(trainer.gradient_step.exact_sums, "begin_batch", lambda _, number: begun.append(number))
+
+    microbatches, _ = ParallelTrainer._begin_batch(trainer, trainer.state.batch)
+    assert [tuple(batch["input_ids"].shape) for batch in microbatches] == [(2, 2)] * 4
+    assert trainer.gradient_step.full_weight == full_weight
+    assert begun == [4]
 
 
 def test_tied_weights_on_two_stages_count_once_in_the_norm(monkeypatch):

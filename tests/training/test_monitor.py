@@ -36,7 +36,8 @@ def test_the_time_that_is_left_is_by_the_pace_of_this_launch(monkeypatch, larger
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     logger: Any = SimpleNamespace(log_metrics=found.update)
-    run = RunMonitor(2, 6, Duration.parse("100ba"), "fp32", LaunchRole(), PerBatch.build(8, Steps.parse(larger_sizes)))
+    batch_sizes = PerBatch.build(8, Steps.parse(larger_sizes))
+    run = RunMonitor(2, PerBatch.build(6, None), Duration.parse("100ba"), "fp32", LaunchRole(), batch_sizes)
     run.fit_start(state_at(60, 500.0), logger)
     for batch, seconds in ((61, 502.0), (62, 505.0), (63, 509.0)):
         clock.seconds = 500.0 + seconds

@@ -65,6 +65,7 @@ def test_training_computes_in_tf32_only_when_told(one_rank, flags, precision, al
         gradient_step=None,
         role=LaunchRole(),
         batch_sizes=ONE,
+        seq_lens=ONE,
         model=model,
         device=AllowingDevice(),
         progress_bar=False,
@@ -100,7 +101,9 @@ def test_a_device_without_tf32_says_fp32(monkeypatch):
 
 def test_mfu_is_a_share_of_the_peak_of_what_is_computed(monkeypatch):
     monkeypatch.setattr(devices, "accelerator", lambda: ACCELERATORS["A100-80GB"])
-    peaks = [RunMonitor(1, 1, Duration.parse("1ba"), dtype, LaunchRole(), ONE).peak_flops for dtype in ("fp32", "tf32")]
+    peaks = [
+        RunMonitor(1, ONE, Duration.parse("1ba"), dtype, LaunchRole(), ONE).peak_flops for dtype in ("fp32", "tf32")
+    ]
     assert peaks == [19.5e12, 156e12]
 
 

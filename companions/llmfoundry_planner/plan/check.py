@@ -13,7 +13,7 @@ from llmfoundry_lite.config.sharding_schema import ContextParallelConfig, Pipeli
 from llmfoundry_lite.hardware import Accelerator, find_accelerator
 from llmfoundry_lite.report.reading import config_of, read_run
 from llmfoundry_lite.report.segments import accelerator_of, measure_segment
-from llmfoundry_planner.plan.step import find_hardware, refuse_batch_sizes, refuse_unknown_layers, step_time
+from llmfoundry_planner.plan.step import find_hardware, refuse_schedules, refuse_unknown_layers, step_time
 
 
 def check_run(run_location: str) -> str:
@@ -21,12 +21,12 @@ def check_run(run_location: str) -> str:
 
     Segments that cannot be predicted follow with the reason, then the sources of the predictions. `run_location` is a
     run's folder or URL. Raises DataError if it cannot be read, and ConfigError if its configuration is not valid, or
-    has a layer that cannot be timed or batches of several sizes.
+    has a layer that cannot be timed or batches of several sizes or lengths.
     """
     run = read_run(run_location)
     config = config_of(run)
     refuse_unknown_layers(config.model, "so there is no prediction to compare this run with")
-    refuse_batch_sizes(config, advice="so there is no prediction to compare this run with")
+    refuse_schedules(config, advice="so there is no prediction to compare this run with")
     lines = [f"{config.run_name}: tokens/s of each device", "   batches  devices             measured  predicted"]
     left_out: list[str] = []
     sources: dict[str, str] = {}  # by name of the accelerator

@@ -28,7 +28,7 @@ from llmfoundry_planner.plan.step import (
     Hardware,
     accelerator_named,
     find_hardware,
-    refuse_batch_sizes,
+    refuse_schedules,
     refuse_unknown_layers,
 )
 
@@ -126,14 +126,14 @@ def make_plan(
     stall_seconds: time for which a save stalls training. None: the time to copy a device's state to its host.
 
     Raises ConfigError for a number of devices that cannot be divided into nodes, stages or parts of samples, for layers
-    of the user's own, and for batches of several sizes. If no layout fits the memory, the plan has no candidates, and
-    `would_fit` says how many devices would do.
+    of the user's own, and for batches of several sizes or lengths. If no layout fits the memory, the plan has no
+    candidates, and `would_fit` says how many devices would do.
     """
     if num_tokens is not None and not math.isfinite(num_tokens):
         raise ConfigError(f"--tokens: {num_tokens} given, expected a number of tokens, such as 1e12")
     config = load_train_config(arguments).config
     refuse_unknown_layers(config.model)
-    refuse_batch_sizes(config)
+    refuse_schedules(config)
     pipeline = pipeline or config.pp_config
     check_devices(config, num_devices, hardware.node.num_devices, pipeline)
 

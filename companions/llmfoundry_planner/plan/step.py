@@ -454,20 +454,21 @@ def refuse_unknown_layers(model: ModelConfig, advice: str = "plan with a layer o
             )
 
 
-def refuse_batch_sizes(
-    config: TrainConfig,
-    command: str = "plan",
-    advice: str = "give each in turn by batch_size_schedule=null global_train_batch_size=…",
-) -> None:
-    """Raise ConfigError for a run whose batches differ in size, because `command` computes one batch of it.
+def refuse_schedules(config: TrainConfig, command: str = "plan", advice: str | None = None) -> None:
+    """Raise ConfigError for a run whose batches differ in size or length, because `command` computes one batch of it.
 
-    `advice` ends the message.
+    `advice` ends the message; by default it tells how to compute the run nevertheless.
     """
-    sizes = config.batch_sizes
+    sizes, lengths = config.batch_sizes, config.seq_lens
     if sizes.largest > config.global_train_batch_size:
         raise ConfigError(
             f"{command}: batch_size_schedule has batches of {sizes.smallest} to {sizes.largest} samples, and {command} "
-            f"takes one size; {advice}"
+            f"takes one size; {advice or 'give each in turn by batch_size_schedule=null global_train_batch_size=…'}"
+        )
+    if lengths.smallest < config.max_seq_len:
+        raise ConfigError(
+            f"{command}: seq_len_schedule has rows of {lengths.smallest} to {lengths.largest} tokens, and {command} "
+            f"takes one length; {advice or 'seq_len_schedule=null computes whole samples, which take longest'}"
         )
 
 

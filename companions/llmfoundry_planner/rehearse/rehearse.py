@@ -17,7 +17,7 @@ from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_DONE, ConfigError
-from llmfoundry_planner.plan.step import refuse_batch_sizes
+from llmfoundry_planner.plan.step import refuse_schedules
 from llmfoundry_planner.rehearse.device import find_device
 from llmfoundry_planner.rehearse.fork_server import ForkServer, Job
 from llmfoundry_planner.rehearse.report import describe
@@ -55,7 +55,7 @@ def rehearse(
     """
     device = find_device(arguments, hardware)
     config = load_train_config(arguments).config
-    refuse_batch_sizes(config, "rehearse")
+    refuse_schedules(config, "rehearse")
     check_count(config, num_devices, per_node)
     if rank is not None and not 0 <= rank < num_devices:
         raise ConfigError(f"--rank: {rank} given, expected 0 to {num_devices - 1}")

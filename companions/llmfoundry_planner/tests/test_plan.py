@@ -645,3 +645,14 @@ def test_a_run_of_several_batch_sizes_is_planned_one_size_at_a_time(capsys):
     ) in capsys.readouterr().err
     size = "global_train_batch_size=2048"
     assert printed_plan(*words, schedule, "batch_size_schedule=null", size) == printed_plan(*words, size)
+
+
+def test_a_run_of_several_lengths_is_planned_with_whole_samples(capsys):
+    words = (*ON_H100, "64")
+    schedule = "seq_len_schedule={0ba: 512}"
+    assert plan(*words, schedule) == 2
+    assert (
+        "plan: seq_len_schedule has rows of 512 to 512 tokens, and plan takes one length; seq_len_schedule=null "
+        "computes whole samples, which take longest"
+    ) in capsys.readouterr().err
+    assert printed_plan(*words, schedule, "seq_len_schedule=null") == printed_plan(*words)
