@@ -171,7 +171,7 @@ def find_companions() -> list[Companion]:
             if not isinstance(companion, Companion):
                 raise TypeError(f"{entry_point.value} is not a Companion")
             _check_names(companion, companions)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             leave_out(entry_point.name, error)
         else:
             _warn_of_unknown_kinds(entry_point.name, companion)
@@ -251,7 +251,7 @@ def find_missing(table: str) -> dict[str, str]:
     return {name: package for name, package in TABLES[table].items() if name not in installed_names}
 
 
-def leave_out(name: str, error: Exception) -> None:
+def leave_out(name: str, error: Exception | SystemExit) -> None:
     """Print a warning that a companion, or a part of it, is left out because of an error."""
     message = " ".join(str(error).split()) or type(error).__name__
     print(f"warning: companion {name}: left out: {message}", file=sys.stderr, flush=True)

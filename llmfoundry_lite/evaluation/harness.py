@@ -223,7 +223,8 @@ def run_task(runner: TaskRunner, task: PreparedTask) -> tuple[Record, list[Recor
             item_record["prompt_tokens"] = prompt_tokens(item, token_texts)
 
     # Reduce the items to scores.
-    record = summarise(task, items, seconds=time.monotonic() - started_at)
+    with user_errors_on_all_ranks():
+        record = summarise(task, items, seconds=time.monotonic() - started_at)
     record["code"] = code_version()
     record["items_hash"] = hash_of(items)
     return record, items
@@ -247,9 +248,10 @@ def _generate_items(runner: TaskRunner, task: PreparedTask, on_progress: Callabl
     # scores a whole batch, and not one token.
     gold_scores = _score_gold_answers(runner, task)
     records: list[Record] = []
-    for item, answer in zip(task.items, answers, strict=True):
-        is_right = is_correct(task.config, answer, item.answers)
-        records.append(generated_item(task, item, answer, gold_scores.get(item.index), is_correct=is_right))
+    with user_errors_on_all_ranks():  # code of the user's own may fail on one rank alone
+        for item, answer in zip(task.items, answers, strict=True):
+            is_right = is_correct(task.config, answer, item.answers)
+            records.append(generated_item(task, item, answer, gold_scores.get(item.index), is_correct=is_right))
     return records
 
 
@@ -290,10 +292,11 @@ def _score_items(runner: TaskRunner, task: PreparedTask, on_progress: Callable[[
     # The scores are in the order of the items, one for each request. Each item takes those of its own requests.
     records: list[Record] = []
     num_used = 0
-    for item in task.items:
-        scores_of_item = scores[num_used : num_used + len(item.requests)]
-        num_used += len(item.requests)
-        records.append(scored_item(task, item, scores_of_item))
+    with user_errors_on_all_ranks():  # code of the user's own may fail on one rank alone
+        for item in task.items:
+            scores_of_item = scores[num_used : num_used + len(item.requests)]
+            num_used += len(item.requests)
+            records.append(scored_item(task, item, scores_of_item))
     return records
 
 

@@ -15,7 +15,7 @@ from llmfoundry_lite.config.task_types import ACCURACIES, METRICS
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.items import Item, PreparedTask
 from llmfoundry_lite.evaluation.questions import Question, build_question_type, read_question
-from llmfoundry_lite.evaluation.records import ITEM_KEYS, MAX_MAGNITUDE, Record
+from llmfoundry_lite.evaluation.records import BITS_METRICS, ITEM_KEYS, MAX_MAGNITUDE, OTHER_TASK_KEYS, TASK, Record
 from llmfoundry_lite.own_code import call_object, import_object
 
 MAX_NAME_CHARACTERS = 60
@@ -128,7 +128,9 @@ def _check_name(name: Any, type_name: str, place: str) -> None:
         raise DataError(
             f"{place}: {type_name} names a number {name!r}, expected a text of 1 to {MAX_NAME_CHARACTERS} characters"
         )
-    if name in ITEM_KEYS and name not in ACCURACIES:
+    is_used = name in ITEM_KEYS or name in TASK or name in OTHER_TASK_KEYS or name in BITS_METRICS
+    is_derived = name.endswith("_stderr")  # a standard error stands beside each number
+    if is_derived or (is_used and name not in ACCURACIES):
         raise DataError(f"{place}: {type_name} names a number {name!r}, which results use already; choose another name")
 
 

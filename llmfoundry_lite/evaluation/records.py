@@ -60,8 +60,13 @@ TASK = {
 - `over_items` has, for a task with categories, the mean of each accuracy over all items, and its standard error. The
   accuracy of the record itself is the mean of the categories.
 
-A record also has `num_fewshot`, `tokenization`, `perplexity`, `categories`, `beginning` (tokens before each
-text), `seconds`, and counts of irregular items."""
+A record may also have OTHER_TASK_KEYS."""
+OTHER_TASK_KEYS = (
+    *("num_fewshot", "tokenization", "perplexity", "categories", "beginning", "seconds"),
+    *("num_trimmed", "num_missing_examples", "num_repeated", "num_without_bpb"),
+)
+"""Keys of a task's record that are not checked. `beginning` counts the tokens before each text; the last four count
+irregular items."""
 LOST_TEXT = {**dict.fromkeys(("characters", "text_bytes", "lost_bytes", *KINDS), int), "examples": list}
 """Keys of a task's `lost_text`, as in `data/spelling.py`."""
 

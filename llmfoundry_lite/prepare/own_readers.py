@@ -3,7 +3,10 @@
 `--reader .xml=python:package.module:function` names one. `docs/own-parts.md` is the page for users.
 """
 
+import traceback
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from llmfoundry_lite.errors import DataError
@@ -20,7 +23,8 @@ class Reader(Protocol):
         """Yield the text of each document in a file, in an order that is always the same.
 
         `file` is open for reading, and decompressed if its suffix is .gz or .zst. `name` is its path or URL. Raises
-        ValueError for a file that is not valid, which counts as one document that cannot be read.
+        ValueError for a file that is not valid, which counts as one document that cannot be read. So do other errors,
+        such as a parser's own.
         """
         ...
 
@@ -34,8 +38,9 @@ def import_readers(names: Iterable[str]) -> None:
 def read_with(name: str, files: Sequence[InputFile]) -> Iterator[tuple[int, int, str | UnreadableText]]:
     """Yield each document in some files by the reader of a name: the file's number, its number in the file, its text.
 
-    Numbers count from 0. An UnreadableText stands for the rest of a file for which the reader raises ValueError. Raises
-    DataError if it yields something else than text, and for a compressed file that is damaged.
+    Numbers count from 0. An UnreadableText stands for the rest of a file for which the reader raises an error. Raises
+    DataError if it yields something else than text, and for a compressed file that is damaged. Errors of the disk are
+    raised unchanged.
     """
     read: Reader = import_object(name, OPTION)
     for file_number, file in enumerate(files):
@@ -46,8 +51,16 @@ def read_with(name: str, files: Sequence[InputFile]) -> Iterator[tuple[int, int,
                     if not isinstance(text, str):
                         raise DataError(f"{OPTION}: {name} yields a {type(text).__name__} for {file}, expected texts")
                     yield file_number, number, text
-            except ValueError as error:
-                if isinstance(error, DataError):
-                    raise
-                description = f" cannot be read by {name}: {error}"
+            except (DataError, OSError, EOFError, zlib.error, MemoryError):  # not what the reader thinks of the file
+                raise
+            except Exception as error:  # parsers have errors of their own, which need not be a ValueError
+                description = f" cannot be read by {name}: {_describe(error)}"
                 yield file_number, number + 1, UnreadableText("unreadable", description)
+
+
+def _describe(error: Exception) -> str:
+    """Describe an error of a reader: what it says and, unless the reader meant to raise it, where it came from."""
+    if isinstance(error, ValueError):
+        return str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"

@@ -120,6 +120,15 @@ def test_a_file_that_the_reader_refuses_is_one_document(here):
     assert sum(split["documents"] for split in summary["splits"].values()) == 60
 
 
+def test_a_parser_s_own_error_is_of_its_file(here):
+    Path("mails/bad.mbx").write_bytes(b"no mail at all")
+    reader = f".mbx=python:{__name__}:read_strictly"
+    message = r"bad.mbx, document 1 cannot be read by .*:read_strictly: KeyError: 'mail' \(test_own_readers.py, line"
+    with pytest.raises(DataError, match=message):
+        run("data", reader)
+    assert run("data", reader, on_error="skip", overwrite=True)["skipped"]["unreadable"] == 1
+
+
 @pytest.mark.parametrize(
     ("reader", "message"),
     [
@@ -141,3 +150,10 @@ def test_a_mistake_is_named(here, reader, message):
 
 def read_numbers(file, name):
     yield 1
+
+
+def read_strictly(file, name):
+    content = file.read()
+    if not content.count(b"\n"):
+        raise KeyError("mail")
+    yield content.decode()
