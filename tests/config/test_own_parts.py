@@ -174,7 +174,7 @@ OWN_LOSS = "model.loss_fn=python:mine:L"
     ("typo", "error"),
     [
         ("model.tie_word_embedings=false", "unknown key; did you mean model.tie_word_embeddings"),
-        ("model.fc_type=te", "fc_type"),
+        ("model.fc_type=other", "fc_type"),
         ("model.attn_config.alibii=true", "did you mean model.attn_config.alibi?"),
     ],
 )
