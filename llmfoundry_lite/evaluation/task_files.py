@@ -45,15 +45,17 @@ def read_rows(config: TaskConfig) -> list[Row]:
     if not rows:
         raise EmptyTaskError(f"{config.label}: {source} has no rows")
 
-    # Check the rows before their texts are stripped, so that errors show them as the file has them.
-    for number, row in enumerate(rows, start=1):
+    # Check the rows before their texts are stripped, so that errors show them as the file has them. A user's own type
+    # may read the same row in another way once it is stripped, so it gets the row that the model is asked with.
+    asked_rows = [strip_row(row) for row in rows] if config.strip_dataset else rows
+    for number, (row, asked_row) in enumerate(zip(rows, asked_rows, strict=True), start=1):
         place = f"{config.label}: {source}, line {number}"
         _check_row(row, config, place)
         if is_own(config.icl_task_type):
-            check_question(config, row, place)
+            check_question(config, asked_row, place)
     if config.fewshot_split is not None:
         _check_splits(config, rows)
-    return [strip_row(row) for row in rows] if config.strip_dataset else rows
+    return asked_rows
 
 
 def strip_row(row: Row) -> Row:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import locate_and_load_model
 from llmfoundry_lite.evaluation.questions import Question
 from llmfoundry_lite.evaluation.results import Results, load_results
+from llmfoundry_lite.evaluation.task_files import read_rows
+from llmfoundry_lite.own_code import trust_code
 from tests.helpers.launch import ROOT, launch
 from tests.helpers.models import normal_model
 from tests.helpers.runs import metrics, run
@@ -81,6 +84,14 @@ class Bad(Sums):
 
     def score(self, outcome: Any) -> dict[str, float]:
         return self.numbers[outcome.row["sum"] % len(self.numbers)]
+
+
+class Pairs(Sums):
+    """Asks as many questions as its row has columns."""
+
+    def read(self, row: Any) -> Question:
+        columns = row["pair"].split("\t")
+        return Question(contexts=columns, answers=["b"], text=row["pair"])
 
 
 def surprise(outcome: Any) -> float:
@@ -189,6 +200,15 @@ def test_a_metric_of_the_users_own_goes_with_a_type_of_ours(here):
     record = results.tasks["next/0-shot"]
     assert record["metric"] == name and record[name] == record["bpb"] and results.average is None
     assert record["fingerprint"] != ask(entry).tasks["next/0-shot"]["fingerprint"]
+
+
+def test_a_type_is_checked_with_the_row_that_it_is_asked_with(here):
+    Path("pairs.jsonl").write_text(json.dumps({"pair": "a\t"}) + "\n")
+    config = TaskConfig(label="t", icl_task_type=f"{HERE}:Pairs", dataset_uri="pairs.jsonl")
+    trust_code([config.icl_task_type])
+    assert read_rows(config) == [{"pair": "a"}]
+    with pytest.raises(DataError, match="returns 2 contexts and 1 answers, expected one context"):
+        read_rows(replace(config, strip_dataset=False))
 
 
 def test_code_that_nobody_has_named_is_not_imported(here):
