@@ -8,6 +8,7 @@ from llmfoundry_lite.config.auto_hardware import Choice
 from llmfoundry_lite.config.load_train import find_observed, load_train_config, read_unchecked
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.errors import ConfigError
+from tests.helpers.present import needs
 
 SECRET = "https://hooks.example.org/services/hunter2"
 FROM_ENV = "alerts.webhook=${oc.env:HOOK}"
@@ -80,6 +81,7 @@ class Loaded(BaseException):
     pass
 
 
+@needs("llmfoundry_ops")
 def test_files_are_read_once_for_the_observer_and_the_configuration(monkeypatch):
     choices = []
     found = []
