@@ -81,7 +81,7 @@ SOURCE = Path(__file__).parents[1] / "companions"
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Companion:
-    """What a companion adds, each by its address, `module:name`."""
+    """Everything that a companion adds, each by its address, `module:name`."""
 
     commands: Mapping[str, str] = field(default_factory=dict)
     """Name of a command of `llmfoundry-lite` -> its function, or a `typer.Typer` for a group of commands."""

@@ -30,7 +30,7 @@ class FoundModule(NamedTuple):
 
 
 class ClassFacts(NamedTuple):
-    """What a class says of itself."""
+    """Facts that a class tells of itself."""
 
     values: dict[str, Any]
     """Attribute -> its value, for those that the class has."""

@@ -1,7 +1,7 @@
 """Comparison of the categories and averages of a gauntlet, by the items of their tasks: `compare … --gauntlet FILE`.
 
-A category's score is a weighted sum of accuracies (`tables.run_gauntlet`), so its difference between two models is a
-weighted sum of their items' differences. It is tested as the mean of several tasks is: the independent units are items
+A category's score is a weighted sum of accuracies (`run_gauntlet`), so its difference between two models is a weighted
+sum of their items' differences. It is tested as the mean of several tasks is: the independent units are items
 or clusters, and an item that several tasks ask is one unit. Tasks on the same data therefore count as related by what
 their items show, and an accuracy that is rescaled for guessing counts by its scale. In `gauntlet.md`, the standard
 errors of two models say less, because both were asked the same items.
@@ -19,11 +19,11 @@ from llmfoundry_lite.config.task_types import BPB
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.compare import WeightedTask, compare_weighted
+from llmfoundry_lite.evaluation.gauntlet import Part, divide_gauntlet
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice
 from llmfoundry_lite.evaluation.pairs import Comparison, MetricComparison
 from llmfoundry_lite.evaluation.records import Record
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.tables import Part, divide_gauntlet
 from llmfoundry_studies.seeds import SideComparison, SidePair, compare_weighted_sides
 
 GAUNTLET = "gauntlet"

@@ -71,7 +71,7 @@ LION_MOVED_BYTES = 52
 """Five operations over whole tensors: update from moment and gradient (12), its sign (8), decay (8), step (12), and the
 new moment (12)."""
 MUON_MOVED_BYTES = 48
-"""Of a matrix, besides its products: new momentum (12), look-ahead (12), in bf16 (6), decay (8), step (10)."""
+"""For a matrix, besides its products: new momentum (12), look-ahead (12), in bf16 (6), decay (8), step (10)."""
 
 OPTIMIZERS: dict[str, OptimizerRow] = {
     "decoupled_adamw": OptimizerRow(
@@ -125,7 +125,7 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
 """Name in a YAML -> the optimizer."""
 
 ASSUMED_OPTIMIZER = OPTIMIZERS["adamw"]
-"""What estimates take an optimizer of the user's own for, since they import no code. Its class may tell how much
+"""The row that estimates use for an optimizer of the user's own, since they import no code. Its class may tell how much
 it keeps (`estimate/own_optimizer.py`)."""
 
 

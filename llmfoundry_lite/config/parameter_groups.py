@@ -22,7 +22,7 @@ MAX_NAMES_SHOWN = 3
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Factors:
-    """What a parameter's settings are multiplied by."""
+    """Numbers by which a parameter's settings are multiplied."""
 
     lr: float = 1.0
     weight_decay: float = 1.0

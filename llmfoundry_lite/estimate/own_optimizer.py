@@ -15,7 +15,7 @@ MAX_BYTES_PER_PARAMETER = 1024
 
 
 class ToldState(NamedTuple):
-    """What the class of an optimizer says of its state."""
+    """Facts that the class of an optimizer tells of its state."""
 
     bytes_per_parameter: float | None
     """None if it says nothing that can be read."""

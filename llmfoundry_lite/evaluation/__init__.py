@@ -20,5 +20,5 @@ is a model for use in programs.
 Results of several models meet in `compare.py`, which computes their differences with the tests of `significance.py`,
 after `same_questions.py` has checked that they can be compared, and `common_items.py` has paired their items.
 `pairs.py` holds and prints these comparisons, and `changed_items.py` the items behind them. `tables.py` prints a row of
-scores for each model, and the Eval Gauntlet.
+scores for each model, and those of the Eval Gauntlet, which `gauntlet.py` computes.
 """

@@ -20,7 +20,7 @@ from llmfoundry_lite.own_code import call_object, is_own
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a model is asked by a row, without few-shot examples, and without the delimiters between texts.
+    """A question that a row asks a model, without few-shot examples, and without the delimiters between texts.
 
     Its options are pairs of a context and an answer, whose probabilities are compared:
 

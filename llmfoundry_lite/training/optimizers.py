@@ -26,7 +26,7 @@ class ParameterGroup(NamedTuple):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OptimizerContext:
-    """What a builder may need to know besides the parameters and their settings."""
+    """Everything that a builder may need to know besides the parameters and their settings."""
 
     model: torch.nn.Module
     """This rank's part of the model."""

@@ -46,7 +46,7 @@ class Times:
     """
 
     t: float
-    """What has been trained."""
+    """The part of the run that has been trained."""
     t_warmup: float
     t_max: float = 0.0
     t_scale: float = 0.0

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from llmfoundry_lite.config.load_eval import load_eval_config
+from llmfoundry_lite.evaluation.gauntlet import run_gauntlet
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.tables import gauntlet_table, run_gauntlet
+from llmfoundry_lite.evaluation.tables import gauntlet_table
 from llmfoundry_lite.evaluation.tasks import prepare_task
 from scripts.fetch_tasks import CORE_FILES
 from tests.helpers.pieces import Pieces

@@ -10,8 +10,9 @@ import yaml
 from llmfoundry_lite.config.eval_schema import Benchmark, Category, GauntletConfig
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.evaluation.gauntlet import run_gauntlet
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.tables import run_gauntlet, write_tables
+from llmfoundry_lite.evaluation.tables import write_tables
 
 EVALUATION = """
 variables:

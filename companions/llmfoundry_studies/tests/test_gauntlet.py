@@ -9,8 +9,8 @@ from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.load_eval import load_gauntlet
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.compare import compare
+from llmfoundry_lite.evaluation.gauntlet import run_gauntlet
 from llmfoundry_lite.evaluation.results import load_results
-from llmfoundry_lite.evaluation.tables import run_gauntlet
 from llmfoundry_studies.gauntlet import add_gauntlet, add_gauntlet_to_sides
 from llmfoundry_studies.seeds import Run, Side, compare_sides
 from tests.helpers.results import choice, write_result
