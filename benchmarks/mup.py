@@ -16,10 +16,12 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -32,7 +34,7 @@ from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.tables import Table
 from llmfoundry_lite.training.schedule import learning_rate_multiplier
-from llmfoundry_machines.bench.frame import describe_conditions, drawn, open_console, tabulate, tell
+from llmfoundry_machines.bench.frame import describe_conditions, drawn, format_command, open_console, tabulate, tell
 from llmfoundry_machines.bench.mup import SIDES, build_optimizer, scale_model
 
 RUN = Path(__file__).parent / "mup.yaml"
@@ -48,29 +50,36 @@ class Case(NamedTuple):
     """One of SIDES."""
     width: int
     rate: float
+    seed: int
 
     def __str__(self) -> str:
-        return f"{self.side}-{self.width}-{self.rate:g}"
+        return f"{self.side}-{self.width}-{self.rate:g}-{self.seed}"
 
 
 def run(
     *,
     data: Path = Path("data/python-stdlib"),
-    widths: Sequence[int] = (32, 64, 128),
-    rates: Sequence[float] = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128),
+    widths: Sequence[int] = (64, 128, 256),
+    rates: Sequence[float] = (0.004, 0.008, 0.016, 0.032, 0.064),
+    seeds: Sequence[int] = (17, 18, 19),
     num_processes: int = 2,
     keep: Path = Path("runs/mup"),
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Train all widths with all rates, print the table, and return the report.
+    """Train all widths with all rates and seeds, print the table of means over the seeds, and return the report.
 
-    The first of `widths` is muP's base width. Each of `num_processes` trains a run with one thread. `out` gets
-    mup-transfer.json, .md and .png.
+    The first of `widths` is muP's base width. There are at least three `rates`. Each of `num_processes` trains a run
+    with one thread. `out` gets mup-transfer.json, .md and .png.
     """
     conditions = describe_conditions()
+    asked = {"widths": list(widths), "rates": list(rates), "seeds": list(seeds)}
     console = open_console()
     keep.mkdir(parents=True, exist_ok=True)
-    cases = [Case(side, width, rate) for width in widths for side in SIDES for rate in rates]
+    # At the base width, a run with muP is the run without it.
+    cases: list[Case] = []
+    for seed, width, side in product(seeds, widths, SIDES):
+        if width != widths[0] or side == "without":
+            cases += [Case(side, width, rate, seed) for rate in rates]
 
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         futures = {case: pool.submit(train, case, widths[0], str(data), str(keep)) for case in cases}
@@ -78,9 +87,11 @@ def run(
         for case, future in futures.items():
             losses[case] = future.result()
             console.print(f"{case}: {losses[case]:.4f}", markup=False, highlight=False)
+            if case.width == widths[0]:
+                losses[case._replace(side=SIDES[0])] = losses[case]
 
-    rows = [describe_width(losses, side, width, rates) for side in SIDES for width in widths]
-    report = conditions | {"widths": list(widths), "rates": list(rates), "rows": rows}
+    rows = [describe_width(losses, side, width, rates, seeds) for side, width in product(SIDES, widths)]
+    report = conditions | asked | {"rows": rows}
     tell(
         report,
         EXPLANATION,
@@ -88,8 +99,8 @@ def run(
         describe_transfer(report),
         name="mup-transfer",
         heading="The best learning rate, by width",
-        command=f"python -m benchmarks mup --widths {','.join(map(str, widths))}",
-        asked=("widths", "rates"),
+        command=format_command("python -m benchmarks mup", **asked),
+        asked=tuple(asked),
         plot=plot,
         out=out,
     )
@@ -102,7 +113,8 @@ def train(case: Case, base_width: int, data: str, keep: str) -> float:
     if path.exists():
         return float(json.loads(path.read_text())["loss"])
     torch.set_num_threads(1)
-    config = load_train_config([str(RUN), f"variables.data={data}", f"optimizer.lr={case.rate}"]).config
+    arguments = [f"variables.data={data}", f"optimizer.lr={case.rate}", f"seed={case.seed}"]
+    config = load_train_config([str(RUN), *arguments]).config
     model_config = scale_model(config.model, case.width, base_width, "heads", has_mup=case.side == "muP")
     model = MPT(model_config)
     initialise_weights(model, config.seed)
@@ -158,16 +170,32 @@ def loss_of(model: MPT, tokens_bt: torch.Tensor) -> torch.Tensor:
 EXPLANATION = (
     "Models of two blocks are trained for 120 batches of 1,024 tokens of Python's standard library, with decoupled "
     "AdamW, a cosine schedule and each learning rate. The table has the loss on the same held-out samples, in nats per "
-    "token. At the narrowest width, the base of muP, both sides are the same run. With muP a wider model is better at "
-    "every rate; without it, high rates are no better or worse for a wider model."
+    "token, as the mean over the seeds. At the narrowest width, the base of muP, both sides are the same run. A "
+    "parabola through the best rate and its neighbours gives the best rate between those that were tried."
 )
 
 
-def describe_width(losses: dict[Case, float], side: str, width: int, rates: Sequence[float]) -> dict[str, Any]:
-    """Return the row of a width on one side: its losses, and the best rate."""
-    by_rate = {rate: losses[Case(side, width, rate)] for rate in rates}
+def describe_width(
+    losses: dict[Case, float], side: str, width: int, rates: Sequence[float], seeds: Sequence[int]
+) -> dict[str, Any]:
+    """Return the row of a width on one side: its losses, as means over the seeds, and the best rate."""
+    by_rate: dict[float, float] = {}
+    for rate in rates:
+        by_rate[rate] = sum(losses[Case(side, width, rate, seed)] for seed in seeds) / len(seeds)
     best = min(rates, key=lambda rate: by_rate[rate])
-    return {"side": side, "width": width, "losses": list(by_rate.values()), "best": best, "loss": by_rate[best]}
+    row = {"side": side, "width": width, "losses": list(by_rate.values()), "best": best, "loss": by_rate[best]}
+    return row | {"between": interpolate_best(rates, row["losses"])}
+
+
+def interpolate_best(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """Return the rate with the least loss on a parabola through the best rate and its two neighbours.
+
+    The parabola is one over the logarithm of the rate. At either end of `rates`, it goes through the last three.
+    """
+    best = min(range(len(rates)), key=lambda index: losses[index])
+    first = min(max(best - 1, 0), len(rates) - 3)
+    curvature, slope, _ = np.polyfit(np.log2(rates[first : first + 3]), losses[first : first + 3], 2)
+    return float(2 ** (-slope / (2 * curvature)))
 
 
 def build_table(report: dict[str, Any]) -> Table:
@@ -175,7 +203,7 @@ def build_table(report: dict[str, Any]) -> Table:
     columns: list[Any] = [("", "{side}"), ("width", "{width}")]
     for index, rate in enumerate(report["rates"]):
         columns.append((f"lr {rate:g}", f"{{losses[{index}]:.3f}}"))
-    columns.append(("best lr", "{best:g}"))
+    columns += [("best lr", "{best:g}"), ("best by a parabola", "{between:.2g}")]
     return tabulate("", columns, report["rows"], num_keys=2)
 
 
@@ -186,9 +214,9 @@ def describe_transfer(report: dict[str, Any]) -> list[str]:
         rows = [row for row in report["rows"] if row["side"] == side]
         narrow, wide = rows[0], rows[-1]
         loss = wide["losses"][report["rates"].index(narrow["best"])]
-        steps = math.log2(wide["best"] / narrow["best"])
+        steps = math.log2(wide["between"] / narrow["between"])
         notes.append(
-            f"{side}: the best rate moves by a factor of 2^{steps:+.0f} from width {narrow['width']} to "
+            f"{side}: the best rate by a parabola moves by a factor of 2^{steps:+.1f} from width {narrow['width']} to "
             f"{wide['width']}; with the best rate of width {narrow['width']}, the widest model's loss is {loss:.3f}, "
             f"and with its own best {wide['loss']:.3f}"
         )

@@ -10,10 +10,16 @@ base model. With m the width over that of the base model (`ModelConfig.width_mul
     hidden   matrices from width to width             / sqrt(m)        / m
     vector   biases and norms                         as in the base   as in the base
 
-Weight decay removes the same share of a weight in each step as in the base model, so the coefficient that torch
-multiplies by the learning rate is multiplied by m where the rate is divided by m. Adam's eps is divided by m for all
-parameters, because gradients are (Dey et al. 2025, "Don't be lazy: CompleteP enables compute-efficient deep
-transformers", table 1).
+The paper's table says nothing of weight decay and eps:
+
+- Weight decay removes the same share of a weight in each step as in the base model, so the coefficient that torch
+  multiplies by the learning rate is multiplied by m where the rate is divided by m. So does `MuAdamW` of the authors'
+  package (microsoft/mup, `mup/optim.py`). Wang and Aitchison 2024, "How to set AdamW's weight decay as you scale model
+  and dataset size", found that the learning rate does not transfer otherwise.
+- Adam's eps is divided by m for all parameters, because all gradients are. So does CompleteP at a fixed depth (Dey et
+  al. 2025, "Don't be lazy: CompleteP enables compute-efficient deep transformers", equation 40 as cited in the authors'
+  EleutherAI/nanoGPT-mup). `MuAdamW` leaves eps as it is, by which updates shrink in wide models as soon as gradients
+  are not much larger than eps (Everett et al. 2024, "Scaling Exponents Across Parameterizations and Optimizers").
 
 Scores of attention are proportional to 1 / head dimension, and not to 1 / sqrt(head dimension). Tied embeddings are an
 input, and divide the logits by m like an output.
@@ -59,7 +65,7 @@ adam: each element of an update is about as large as the rate, so that the updat
 match_rms_adamw: muon's updates with this `adjust_lr_fn` have a spectral norm of 0.2 rate sqrt(width). Features learn at
     the same speed for all widths if that norm does not depend on the width (Yang, Simon and Bernstein 2023, "A Spectral
     Condition for Feature Learning").
-original: muon's updates have a spectral norm of rate sqrt(rows / columns), which does not depend on the width.
+original: muon's updates have a spectral norm of rate sqrt(max(1, rows / columns)), which does not depend on the width.
 """
 
 
