@@ -15,6 +15,7 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.checkpoint.manifest import HIDDEN
 from llmfoundry_lite.checkpoint.start import Start, choose_start, has_reached
 from llmfoundry_lite.config.blocks import given_blocks
+from llmfoundry_lite.config.counted_model import counted_model, describe_told_parts, read_told_layer
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.data_stages import distinct_streams, first_batches
 from llmfoundry_lite.config.layout import Layout, describe_layout
@@ -33,7 +34,6 @@ from llmfoundry_lite.errors import (
     printable,
 )
 from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_lite.estimate.model_memory import describe_unknown_parts
 from llmfoundry_lite.estimate.own_optimizer import read_told_state
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.models.names import is_matrix_of_block, list_parameters
@@ -63,8 +63,9 @@ def describe_launch(
     """
     # Describe what needs more than the configuration.
     model = config.model
+    counted = counted_model(model)
     tokens_per_batch = config.global_train_batch_size * config.max_seq_len
-    flops_per_token = count_flops_per_token(model, config.max_seq_len)
+    flops_per_token = count_flops_per_token(counted, config.max_seq_len)
     flops_per_batch = flops_per_token * tokens_per_batch
     which_batch = "batch" if config.largest_batch_size == config.global_train_batch_size else "smallest batch"
     flops = f"{_with_prefix(flops_per_token)} per token, {_with_prefix(flops_per_batch)} per {which_batch}"
@@ -81,7 +82,7 @@ def describe_launch(
     lines = [
         f"run            {config.run_name} in {config.run_folder}{other_launches}",
         f"start          {start}",
-        f"model          {count_parameters(model):,} parameters, {model.n_layers} blocks of width {model.d_model}",
+        f"model          {count_parameters(counted):,} parameters, {model.n_layers} blocks of width {model.d_model}",
         f"model FLOPs    {flops}",
         *_with_heading("own parts", _describe_own_parts(model)),
         *_with_heading("loss", _describe_own_loss(config)),
@@ -181,11 +182,15 @@ def _describe_end(config: TrainConfig, start: Start) -> str:
 
 
 def _describe_own_parts(model: ModelConfig) -> list[str]:
-    """Return a line about parts of the model that are the user's own code; none without such parts."""
-    parts = describe_unknown_parts(model)
-    if not parts:
-        return []
-    return [f"{parts}: not counted in parameters, FLOPs and memory, because a dry run imports no code"]
+    """Return lines about how parts of the model that are the user's own code are counted; none without such parts."""
+    lines: list[str] = []
+    told_parts = describe_told_parts(model)
+    if told_parts:
+        lines.append(f"counted as the class says: {told_parts}")
+    for key, name in counted_model(model).own_parts.items():
+        reason = read_told_layer(key, name).explanation
+        lines.append(f"{name} (model.{key}): not counted in parameters, FLOPs and memory, because {reason}")
+    return lines
 
 
 def _describe_own_loss(config: TrainConfig) -> list[str]:

@@ -22,6 +22,7 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import parse_json, read_json
 from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.check import check_batch
+from llmfoundry_lite.config.counted_model import describe_unknown_parts
 from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import distinct_streams
 from llmfoundry_lite.config.eval_schema import TaskConfig
@@ -42,7 +43,6 @@ from llmfoundry_lite.errors import (
     list_names,
 )
 from llmfoundry_lite.estimate.memory import estimate_training_memory, with_cpu_attention
-from llmfoundry_lite.estimate.model_memory import describe_unknown_parts
 from llmfoundry_lite.evaluation.items import SEPARATE
 from llmfoundry_lite.evaluation.tasks import check_task
 from llmfoundry_lite.files import exists, is_file, open_regular

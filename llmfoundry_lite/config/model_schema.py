@@ -32,6 +32,8 @@ MIN_FLEX_HEAD_DIM = 16
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Keys of rope_hf_config that only the type llama3 reads."""
 NORMS = "low_precision_layernorm layernorm low_precision_rmsnorm rmsnorm python:"
+ATTENTION_TYPES = "multihead_attention grouped_query_attention multiquery_attention python:"
+FFN_TYPES = "mptmlp mptglu python:"
 RECORDED_IF_GIVEN = (
     *("norm_kwargs", "attn_config.kwargs", "attn_config.norm_kwargs", "ffn_config.kwargs", "loss_kwargs", "mup"),
 )
@@ -127,9 +129,7 @@ OF_OUR_FFN = (
 class AttentionConfig:
     """Attention and positions."""
 
-    attn_type: str = setting(
-        "multihead_attention", choices="multihead_attention grouped_query_attention multiquery_attention python:"
-    )
+    attn_type: str = setting("multihead_attention", choices=ATTENTION_TYPES)
     """python:package.module:Thing is a class of your own, for the whole layer of attention."""
     kv_n_heads: int | None = setting(None, POSITIVE)
     """grouped_query_attention: heads of keys and values, each shared by n_heads / kv_n_heads heads of queries."""
@@ -241,7 +241,7 @@ class FFNConfig:
 
     ffn_type: str = setting(
         "mptmlp",
-        choices="mptmlp mptglu python:",
+        choices=FFN_TYPES,
         instead="mixture of experts and TransformerEngine layers are left out; use mptmlp, mptglu or python:",
     )
     """mptglu: down(act(gate(x)) * up(x)). python:package.module:Thing is one of your own."""

@@ -8,6 +8,7 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 
+from llmfoundry_lite.config.counted_model import counted_model
 from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.config.layers import ConfigLayer, source_of
 from llmfoundry_lite.config.layout import DEGREE_KEYS
@@ -97,12 +98,14 @@ def _find_late_sizes(config: TrainConfig) -> Iterator[Surprise]:
 def _find_copied_layers(config: TrainConfig) -> Iterator[Surprise]:
     """Yield a layer of the user's own in a model that is not sharded, by a default that counts it like a layer of ours.
 
-    Its size is not known before it is built, and a large one may not fit on a device.
+    Unless its class says what it is like, its size is not known before it is built, and a large one may not fit on a
+    device.
     """
     if config.fsdp_config is not None or config.sharding.sharding_strategy != "NO_SHARD":
         return
+    unknown_parts = counted_model(config.model).own_parts
     for key in ("attn_config.attn_type", "ffn_config.ffn_type"):
-        name = config.model.own_parts.get(key)
+        name = unknown_parts.get(key)
         if name is not None:
             yield (
                 f"model.{key}",

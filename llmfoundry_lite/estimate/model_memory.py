@@ -93,14 +93,6 @@ def knows_optimizer(config: TrainConfig) -> bool:
     return name in OPTIMIZERS or read_told_state(name).bytes_per_parameter is not None
 
 
-def describe_unknown_parts(model: ModelConfig) -> str:
-    """Return which parts of a model no estimate knows, because they are the user's own code; empty if there are none.
-
-    For example, "python:mine.norms:ScaleNorm (model.norm_type)". Estimates count them as nothing.
-    """
-    return ", ".join(f"{name} (model.{key})" for key, name in model.own_parts.items())
-
-
 # --------------------------------------------------------------------------------------------------- moments
 
 

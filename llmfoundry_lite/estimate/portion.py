@@ -7,6 +7,7 @@ that rules such as "FULL_SHARD frees a block's parameters after its forward pass
 from dataclasses import dataclass
 from functools import cached_property
 
+from llmfoundry_lite.config.counted_model import counted_model
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import TrainConfig
@@ -26,10 +27,10 @@ class Portion:
     config: TrainConfig
     layout: Layout
 
-    @property
+    @cached_property
     def model(self) -> ModelConfig:
-        """The whole model. A pipeline's companion replaces it by the blocks of one rank."""
-        return self.config.model
+        """The whole model as it is counted. A pipeline's companion replaces it by the blocks of one rank."""
+        return counted_model(self.config.model)
 
     @cached_property
     def fsdp(self) -> FSDPConfig:

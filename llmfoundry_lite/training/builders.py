@@ -13,7 +13,6 @@ from composer.loggers import LoggerDestination
 from torch.optim import Optimizer
 
 from llmfoundry_lite import companions, devices
-from llmfoundry_lite.config.batch_schedule import PerBatch, Step
 from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
@@ -29,10 +28,8 @@ from llmfoundry_lite.evaluation.items import SEPARATE
 from llmfoundry_lite.evaluation.tasks import check_task
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
-from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_lite.models.mpt import Block
-from llmfoundry_lite.models.own_parts import find_own_parts, mark_of
-from llmfoundry_lite.own_code import PREFIX, call_object, import_object, is_own, trust_code
+from llmfoundry_lite.own_code import PREFIX, call_object, is_own, trust_code
 from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding_gradient
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
@@ -46,6 +43,7 @@ from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.launch_role import LaunchRole
 from llmfoundry_lite.training.loss import OwnLoss, cross_entropy_sum, log_p_and_gradient
+from llmfoundry_lite.training.model_counts import describe_own_parts, find_flops_of_batches
 from llmfoundry_lite.training.monitor import DropoutSeed, Profiler, RunMonitor
 from llmfoundry_lite.training.optimizers import OptimizerContext, find_builder
 from llmfoundry_lite.training.own_optimizer import CompareOptimizerState
@@ -240,51 +238,6 @@ def build_own_schedule(config: SchedulerConfig) -> OwnSchedule | None:
     return call_object(config.name, "scheduler.name", "scheduler", config.kwargs)
 
 
-def count_elements(module: torch.nn.Module) -> int:
-    """Count the elements of a module's parameters, over all ranks that divide them."""
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def find_flops_of_batches(config: TrainConfig, model: torch.nn.Module) -> PerBatch | None:
-    """Return the FLOPs of training on one token of each batch, forward and backward; None if they are not known.
-
-    They depend on the length of the batch's rows.
-    """
-    steps: list[Step] = []
-    for first_batch, seq_len in config.seq_lens.steps:
-        flops = find_flops_per_token(config, model, seq_len)
-        if flops is None:
-            return None
-        steps.append(Step(first_batch, flops))
-    return PerBatch(tuple(steps))
-
-
-def find_flops_per_token(config: TrainConfig, model: torch.nn.Module, seq_len: int) -> int | None:
-    """Return the FLOPs of training on one token, forward and backward; None if a part of the user's own does not say.
-
-    `seq_len` is the number of tokens of a row. A part says so by its attribute `flops_per_token`. A norm that does not
-    counts like ours, by 6 for each parameter.
-    """
-    total = count_flops_per_token(config.model, seq_len)
-    for part in find_own_parts(model):
-        flops = getattr(part, "flops_per_token", None)
-        if flops is None and mark_of(part).is_norm:
-            flops = 6 * count_elements(part)
-        if flops is None:
-            return None
-        total += int(flops)
-
-    # Our layer of attention may call a function of the user's own. A layer of the user's own has counted what it calls.
-    attention = config.model.attn_config
-    if is_own(attention.attn_impl) and not is_own(attention.attn_type):
-        function = import_object(attention.attn_impl, "model.attn_config.attn_impl")
-        flops = getattr(function, "flops_per_token", None)
-        if flops is None:
-            return None
-        total += int(flops) * config.model.n_layers
-    return total
-
-
 def build_foundry_callbacks(config: TrainConfig, checkpointing: Checkpointing) -> list[Callback]:
     """Build those of LLM Foundry's callbacks that the configuration asks for, such as `early_stopper`.
 
@@ -390,10 +343,9 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
         model = build_parallel_model(config.model, **model_options)
         language_model = LanguageModel(model, precision, context=context, sum_loss=sum_loss, **loss_options)
     language_model.exact_sums = exact_sums
-    if config.model.own_parts and dist.get_rank() == 0:
-        # A dry run, which imports no code, could not count them.
-        num_own = sum(count_elements(part) for part in find_own_parts(language_model))
-        print(f"own parts: {num_own:,} of the model's {count_elements(language_model):,} parameters", flush=True)
+    if dist.get_rank() == 0:
+        for line in describe_own_parts(config.model, language_model):
+            print(line, flush=True)
 
     # Composer moves every model to the device, but FSDP needs offloaded parameters on the host.
     if fsdp.offload_optimizer and layout.pipeline == 1:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.config.counted_model import describe_unknown_parts
 from llmfoundry_lite.config.layout import divisors, layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, OutOfMemoryError
@@ -29,7 +30,6 @@ from llmfoundry_lite.estimate.memory import (
     optimizer_slots,
     with_cpu_attention,
 )
-from llmfoundry_lite.estimate.model_memory import describe_unknown_parts
 from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.ranks.exchange import all_reduce_max
 from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from llmfoundry_lite.config.changes import find_changes, find_model_changes
+from llmfoundry_lite.config.counted_model import describe_unknown_parts
 from llmfoundry_lite.config.data_schema import TextDatasetConfig
 from llmfoundry_lite.config.fields import schema_keys
 from llmfoundry_lite.config.layers import leaf_keys
@@ -17,7 +18,6 @@ from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.convert.huggingface import describe_export_problem
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.estimate.model_memory import describe_unknown_parts
 from tests.helpers.tiny import tiny_config, write_config
 
 OWN_FFN = "model.ffn_config={ffn_type: 'python:mine:Ffn', depth: 2, kwargs: {rate: 0.5}}"

@@ -13,7 +13,7 @@ from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.dry_run import describe_launch
 from llmfoundry_lite.errors import CheckpointError, ConfigError
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.training.builders import find_flops_of_batches
+from llmfoundry_lite.training.model_counts import find_flops_of_batches
 from tests.helpers.present import needs
 from tests.helpers.tiny import tiny_config, write_config, write_data
 

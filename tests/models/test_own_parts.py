@@ -28,8 +28,10 @@ from llmfoundry_lite.models.parameters import parameter_shapes
 from llmfoundry_lite.own_code import call_object, trust_code
 from llmfoundry_lite.parallel.exact import ExactSums
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
-from llmfoundry_lite.training.builders import build_own_schedule, find_flops_per_token
+from llmfoundry_lite.training.builders import build_own_schedule
+from llmfoundry_lite.training.model_counts import describe_own_parts, find_flops_per_token
 from tests.helpers.launch import ROOT
+from tests.helpers.own_parts import SquaredReLU
 from tests.helpers.tiny import tiny_config, write_config
 
 PARTS = "python:tests.helpers.own_parts"
@@ -196,6 +198,47 @@ def test_flops_are_known_only_if_each_part_says_its_own(changes, is_known):
         assert flops == pytest.approx(count_flops_per_token(SMALL, 16), rel=0.02)
     num_unknown = sum(p.numel() for part in find_own_parts(model) for p in part.parameters())
     assert count_parameters(config) + num_unknown == sum(p.numel() for p in model.parameters())
+
+
+class AlikeNorm(nn.LayerNorm):
+    """A norm of torch, which says that it is like ours."""
+
+    like = "layernorm"
+
+
+class Alike(SquaredReLU):
+    """A layer with a vector more than ours, which says that it is like ours."""
+
+    like = "mptmlp"
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        del self.flops_per_token
+
+
+def test_a_layer_that_says_what_it_is_like_counts_the_flops_of_that_layer():
+    config = replace(SMALL, ffn_config=FFNConfig(ffn_type=f"{HERE}:Alike"))
+    run: Any = SimpleNamespace(model=config, max_seq_len=16)
+    assert find_flops_per_token(run, build(config), 16) == count_flops_per_token(SMALL, 16)
+
+
+def test_a_norm_that_says_what_it_is_like_counts_its_own_parameters_once():
+    config = replace(SMALL, norm_type=f"{HERE}:AlikeNorm")
+    run: Any = SimpleNamespace(model=config, max_seq_len=16)
+    assert find_flops_per_token(run, build(config), 16) == count_flops_per_token(SMALL, 16)
+
+
+def test_a_launch_says_that_a_layer_has_other_parameters_than_the_one_it_is_like():
+    config = replace(SMALL, norm_type=f"{HERE}:AlikeNorm", ffn_config=FFNConfig(ffn_type=f"{HERE}:Alike"))
+    model = build(config)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    # Two blocks with 2 * 32 * 128 weights, 160 biases and 128 numbers more than ours; five norms of 2 * 32.
+    assert describe_own_parts(config, model) == [
+        f"own parts: {2 * 8480 + 320:,} of the model's {total:,} parameters",
+        f"model.ffn_config.ffn_type: {HERE}:Alike has 16,960 parameters, and mptmlp, which its class says it is like, "
+        "has 16,704, by which memory was estimated; correct `like` there",
+    ]
+    assert describe_own_parts(SMALL, build(SMALL)) == []
 
 
 def test_the_page_for_users_describes_a_run_that_can_be_built(tmp_path, monkeypatch):

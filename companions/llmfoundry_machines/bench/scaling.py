@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmfoundry_lite.config.counted_model import counted_model, describe_unknown_parts
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.estimate.model_memory import describe_unknown_parts
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.ranks.rank import count_usable_cores
 from llmfoundry_lite.report.log import FLOPS, MFU, SECONDS
@@ -237,6 +237,7 @@ def read_point(run_folder: str) -> Point:
         microbatch_size = finished_run.segments[-1].device_train_microbatch_size
         device_name = finished_run.segments[-1].device
 
+    model = counted_model(config.model)
     tokens_per_step = config.global_train_batch_size * config.max_seq_len
     trained = replace(config, device_train_microbatch_size=microbatch_size, environment={}, run_folder="")
     return Point(
@@ -244,13 +245,13 @@ def read_point(run_folder: str) -> Point:
         num_devices=int(counts.pop()),
         batch_size=config.global_train_batch_size,
         conditions={
-            "num_parameters": count_parameters(config.model),
+            "num_parameters": count_parameters(model),
             "seq_len": config.max_seq_len,
             "precision": config.precision,
             "sharding": name_layout(config),
             "device_name": device_name,
         },
-        flops_per_step=count_flops_per_token(config.model, config.max_seq_len) * tokens_per_step,
+        flops_per_step=count_flops_per_token(model, config.max_seq_len) * tokens_per_step,
         tokens_per_step=tokens_per_step,
         seconds=float(np.median(log.numbers(SECONDS)[is_timed])),
         peak_flops=peak_flops,

@@ -7,6 +7,7 @@ segment, and each segment is compared for itself.
 from dataclasses import replace
 
 from llmfoundry_lite.checkpoint.manifest import Segment
+from llmfoundry_lite.config.counted_model import counted_model
 from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.sharding_schema import ContextParallelConfig, PipelineConfig
@@ -25,7 +26,7 @@ def check_run(run_location: str) -> str:
     """
     run = read_run(run_location)
     config = config_of(run)
-    refuse_unknown_layers(config.model, "so there is no prediction to compare this run with")
+    refuse_unknown_layers(counted_model(config.model), "so there is no prediction to compare this run with")
     refuse_schedules(config, advice="so there is no prediction to compare this run with")
     lines = [f"{config.run_name}: tokens/s of each device", "   batches  devices             measured  predicted"]
     left_out: list[str] = []

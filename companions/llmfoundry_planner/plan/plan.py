@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from llmfoundry_lite.config.counted_model import counted_model
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.sharding_schema import PipelineConfig
@@ -132,7 +133,7 @@ def make_plan(
     if num_tokens is not None and not math.isfinite(num_tokens):
         raise ConfigError(f"--tokens: {num_tokens} given, expected a number of tokens, such as 1e12")
     config = load_train_config(arguments).config
-    refuse_unknown_layers(config.model)
+    refuse_unknown_layers(counted_model(config.model))
     refuse_schedules(config)
     pipeline = pipeline or config.pp_config
     check_devices(config, num_devices, hardware.node.num_devices, pipeline)
@@ -171,7 +172,7 @@ def make_plan(
         config=config,
         hardware=hardware,
         num_devices=num_devices,
-        num_parameters=count_parameters(config.model),
+        num_parameters=count_parameters(counted_model(config.model)),
         num_tokens=num_tokens,
         candidates=candidates,
         rejected=rejected,

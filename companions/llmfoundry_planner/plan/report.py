@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from llmfoundry_lite.config.counted_model import counted_model, describe_told_parts, describe_unknown_parts
 from llmfoundry_lite.config.layout import Layout
-from llmfoundry_lite.estimate.model_memory import describe_unknown_parts, knows_optimizer
+from llmfoundry_lite.estimate.model_memory import knows_optimizer
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER, count_flops_per_token
 from llmfoundry_lite.tables import Table
@@ -237,6 +238,9 @@ def _explain_best(plan: Plan) -> list[str]:
     if not knows_optimizer(plan.config):
         name = plan.config.optimizer.name
         lines.append(f"          of it assumed: {name} keeps two numbers for each parameter, as AdamW does")
+    told_parts = describe_told_parts(plan.config.model)
+    if told_parts:
+        lines.append(f"counted   {told_parts}, as the class says")
     unknown_parts = describe_unknown_parts(plan.config.model)
     if unknown_parts:
         lines.append(f"not known {unknown_parts}: counted neither in memory nor in time")
@@ -311,7 +315,7 @@ def _describe_cost(plan: Plan) -> list[str]:
     num_batches = round(cost.save_every_seconds / plan.candidates[0].time.seconds)
     interval = f"{num_batches:,} batches" if num_batches > 1 else "every batch"
 
-    num_flops = count_flops_per_token(plan.config.model, plan.config.max_seq_len) * plan.num_tokens
+    num_flops = count_flops_per_token(counted_model(plan.config.model), plan.config.max_seq_len) * plan.num_tokens
     best_parameters, best_tokens = compute_optimal(num_flops)
     best_tokens_for_model = TOKENS_PER_PARAMETER * plan.num_parameters
     return [

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from llmfoundry_layouts.stages import assign_stages, count_block_and_head_parameters
+from llmfoundry_lite.config.counted_model import counted_model
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.optimizer_schema import NEWTON_SCHULZ_STEPS
@@ -143,7 +144,7 @@ class StepTime:
         """
         peak_flops_per_second = accelerator.peak_flops(Portion(config, layout).dtype)
         assert peak_flops_per_second is not None
-        flops_per_token = count_flops_per_token(config.model, config.max_seq_len)
+        flops_per_token = count_flops_per_token(counted_model(config.model), config.max_seq_len)
         return flops_per_token * self.tokens_per_second / (peak_flops_per_second * layout.world_size)
 
 
@@ -440,10 +441,15 @@ def _time_tied_embeddings(p: Portion, node: Node) -> float:
     return send_seconds(p.layout, "pipeline", node, num_elements * p.sum_bytes)
 
 
-def refuse_unknown_layers(model: ModelConfig, advice: str = "plan with a layer of ours that is as large") -> None:
+ADVICE = 'say in its class which layer of ours is as large, such as like = "mptglu", or plan with that layer'
+"""Advice for a layer of the user's own whose time is not known."""
+
+
+def refuse_unknown_layers(model: ModelConfig, advice: str = ADVICE) -> None:
     """Raise ConfigError for a layer that is the user's own code, because nothing is known of its time.
 
-    `advice` ends the message.
+    model: the model of `counted_model`, to accept layers whose class says which layer of ours they are like.
+    advice: the end of the message.
 
     A norm of the user's own takes little of a step's time, and a plan says that it is not counted.
     """

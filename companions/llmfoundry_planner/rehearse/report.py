@@ -9,10 +9,11 @@ from typing import Any
 
 from llmfoundry_layouts.stage_memory import estimate_stages
 from llmfoundry_layouts.stages import Stage, assign_stages, describe_stages
+from llmfoundry_lite.config.counted_model import counted_model, describe_told_parts, describe_unknown_parts
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_lite.estimate.model_memory import MemoryEstimate, describe_unknown_parts
+from llmfoundry_lite.estimate.model_memory import MemoryEstimate
 from llmfoundry_lite.hardware import FREE_FRACTION, GIB, Accelerator, format_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_planner.rehearse.device import PREFERS_CUDNN, find_capability
@@ -66,6 +67,9 @@ def describe(job: Job, rank: int, outcome: Outcome) -> str:
         f"FLOPs          {measured_flops / 1e12:,.2f} T in a batch on this rank, {measured_flops / formula_flops:.3f} "
         f"of the formula's {formula_flops / 1e12:,.2f} T (attention's backward pass computes its scores again)"
     )
+    told_parts = describe_told_parts(config.model)
+    if told_parts:
+        lines.append(f"               the formula and the estimate of memory count {told_parts}")
     unknown_parts = describe_unknown_parts(config.model)
     if unknown_parts:
         lines.append(f"               the formula and the estimate of memory count nothing for {unknown_parts}")
@@ -129,7 +133,7 @@ def count_rank_flops(config: TrainConfig, layout: Layout, stages: list[Stage]) -
     among the ranks that share each sample.
     """
     model = dataclasses.replace(
-        config.model,
+        counted_model(config.model),
         n_layers=sum(len(stage.blocks) for stage in stages),
         vocab_size=config.model.vocab_size if stages[-1].is_last else 0,
     )

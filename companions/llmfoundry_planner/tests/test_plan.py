@@ -96,8 +96,23 @@ def test_a_plan_names_a_norm_that_it_does_not_know_and_refuses_a_layer(capsys):
     assert plan(*words, "model.ffn_config.ffn_type=python:mine:Ffn") == 2
     assert capsys.readouterr().err == (
         "error: plan: nothing is known of the time of python:mine:Ffn (model.ffn_config.ffn_type), which is code of "
-        "your own; plan with a layer of ours that is as large\n"
+        'your own; say in its class which layer of ours is as large, such as like = "mptglu", or plan with that layer\n'
     )
+
+
+def test_a_layer_that_says_what_it_is_like_is_planned_as_that_layer(tmp_path, monkeypatch):
+    (tmp_path / "alike_in_plans.py").write_text("raise SystemExit\nclass Ffn:\n    like = 'mptglu'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("mpt-125m", "--hardware", "h100", "--devices", "8")
+    name = "python:alike_in_plans:Ffn"
+    own = printed_plan(*words, f"model.ffn_config.ffn_type={name}")
+    assert lines_labelled("counted", own) == [
+        f"{name} (model.ffn_config.ffn_type) like mptglu of width 3072, as the class says"
+    ]
+    ours = printed_plan(*words, "model.ffn_config.ffn_type=mptglu")
+    for label in ("memory", "time", "interval"):
+        assert lines_labelled(label, own) == lines_labelled(label, ours) != []
+    assert not lines_labelled("not known", own)
 
 
 def test_a_plan_ends_with_the_cost():

@@ -6,6 +6,8 @@ from torch import nn
 class SquaredReLU(nn.Module):
     """Two matrices with relu(x)^power between them (So et al. 2021 for a power of 2)."""
 
+    like = "mptmlp"  # for dry runs and plans, which import nothing
+
     def __init__(self, d_model, expansion_ratio, device=None, bias=True, power=2):
         super().__init__()
         hidden = int(d_model * expansion_ratio)
