@@ -8,7 +8,10 @@ Names alone decide, so that a dry run and every rank, whatever it holds, form th
 Foundry's, which are those of checkpoints after `model.`: `model.transformer.blocks.0.norm_1.weight`.
 """
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +21,17 @@ from llmfoundry_lite.errors import ConfigError
 PREFIX = "model."
 """Beginning of all names that patterns are searched in: LLM Foundry's model is an attribute of Composer's."""
 MAX_NAMES_SHOWN = 3
+MAX_SEARCH_SECONDS = 10.0
+"""Maximum time for searching the regular expressions of somebody else's record in all names."""
+SEARCH = """
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+for pattern in patterns:
+    expression = re.compile(pattern)
+    for name in names:
+        expression.search(name)
+"""
+"""Program that searches each pattern in each name, without a result."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -148,3 +162,28 @@ def describe_overlaps(groups: Sequence[NamedGroup]) -> list[str]:
                 f"parameters that {group.pattern!r} matches are in earlier groups, such as {group.names_elsewhere[0]}"
             )
     return notes
+
+
+def refuse_slow_expressions(
+    names: Iterable[str], optimizer: OptimizerConfig, max_seconds: float = MAX_SEARCH_SECONDS
+) -> None:
+    """Raise ConfigError if the expressions of `optimizer.param_groups` cannot be searched in all names in a short time.
+
+    names: all parameters of the model, as checkpoints name them.
+
+    An expression such as `(.*)*!` takes a time that grows exponentially with the length of a name, and Python's `re` has
+    no limit. So another process searches first, which is ended after `max_seconds`. Expressions of a record that
+    somebody else has written are checked by this before they are used. Those of the user's own YAML are trusted.
+    """
+    patterns = [group.param_str_match for group in optimizer.param_groups]
+    if not patterns:
+        return
+    question = json.dumps([patterns, [PREFIX + name for name in names]])
+    command = [sys.executable, "-I", "-S", "-c", SEARCH]
+    try:
+        subprocess.run(command, input=question, text=True, check=True, timeout=max_seconds)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"optimizer.param_groups: searching {len(patterns)} recorded regular expressions in the names of all "
+            f"parameters takes more than {max_seconds:g} seconds; a run with such expressions is not replayed"
+        ) from None

@@ -26,6 +26,7 @@ from llmfoundry_lite.config.changes import find_changes
 from llmfoundry_lite.config.layers import leaf_keys, read_layers
 from llmfoundry_lite.config.layout import Layout, divisors, find_data_ranks, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.parameter_groups import refuse_slow_expressions
 from llmfoundry_lite.config.replayed import as_given, select_recorded
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, with_keys
 from llmfoundry_lite.config.yaml_text import dump_record
@@ -34,6 +35,7 @@ from llmfoundry_lite.data.recorded import DataLocations, find_data_locations
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.data.tokenizer_files import is_local_or_cached
 from llmfoundry_lite.errors import ConfigError, DataError, UserError, join_with_or
+from llmfoundry_lite.models.names import list_parameters
 from llmfoundry_lite.report.log import LOSS
 from llmfoundry_lite.report.reading import METRICS, OBJECT_STORES, Run, explain_unopened_folder, read_recorded
 
@@ -292,6 +294,7 @@ def write_replay(
         config = load_train_config([str(recorded_yaml), *changes]).config
     except ConfigError as error:
         raise ConfigError(str(error).replace(str(recorded_yaml), f"{plan.location}: its configuration")) from None
+    refuse_slow_expressions(list_parameters(config.model), config.optimizer)
     _refuse_another_run(plan, as_dict(config), given_keys)
     layout = _check_ranks(plan, config, num_ranks)
     _check_tokenizer(plan, config)

@@ -11,7 +11,13 @@ from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig, ModelConfig
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, ParameterGroupConfig
-from llmfoundry_lite.config.parameter_groups import Factors, check_groups, describe_overlaps, divide_parameters
+from llmfoundry_lite.config.parameter_groups import (
+    Factors,
+    check_groups,
+    describe_overlaps,
+    divide_parameters,
+    refuse_slow_expressions,
+)
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.dry_run import describe_launch
 from llmfoundry_lite.errors import CheckpointError, ConfigError
@@ -129,6 +135,22 @@ def test_a_group_whose_parameters_earlier_groups_have_is_refused():
     groups = divide_parameters(list_parameters(SMALL), optimizer_of(NORM, late))
     with pytest.raises(ConfigError, match=r"param_groups\[1\].*'norm_1' matches 4 parameters, and earlier groups have"):
         check_groups(groups)
+
+
+@pytest.mark.parametrize("pattern", ["(.*)*!", ".*" * 40 + "!"])
+def test_an_expression_that_never_ends_is_refused_before_it_is_searched(pattern):
+    groups = [ParameterGroupConfig(param_str_match="norm"), ParameterGroupConfig(param_str_match=pattern)]
+    with pytest.raises(ConfigError) as error:
+        refuse_slow_expressions(list_parameters(SMALL), optimizer_of(*groups), max_seconds=0.2)
+    assert str(error.value) == (
+        "optimizer.param_groups: searching 2 recorded regular expressions in the names of all parameters takes more "
+        "than 0.2 seconds; a run with such expressions is not replayed"
+    )
+
+
+def test_usual_expressions_are_searched_in_time():
+    groups = [ParameterGroupConfig(param_str_match=pattern) for pattern in (r"blocks\.\d+\..*(q|k|v)", ".*norm.*")]
+    refuse_slow_expressions(list_parameters(SMALL), optimizer_of(*groups))
 
 
 def test_an_overlap_is_said():

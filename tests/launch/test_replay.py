@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli.main import run as run_command
+from llmfoundry_lite.config.parameter_groups import refuse_slow_expressions
 from llmfoundry_lite.config.replayed import find_code
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -205,6 +207,14 @@ def test_an_environment_of_anything_is_refused_in_a_line(run, tmp_path):
         rewrite(where, 6, config=tiny_config(tmp_path, environment=odd))
         with pytest.raises(ConfigError, match=r"its configuration: environment: .* given"):
             written(where, tmp_path / str(number))
+
+
+def test_recorded_expressions_that_never_end_are_refused(run, tmp_path, monkeypatch):
+    in_short_time = partial(refuse_slow_expressions, max_seconds=0.2)
+    monkeypatch.setattr("llmfoundry_lite.launch.replay.refuse_slow_expressions", in_short_time)
+    where = run(optimizer={"name": "adamw", "lr": 0.1, "param_groups": [{"param_str_match": "(.*)*!"}]})
+    with pytest.raises(ConfigError, match=r"takes more than 0.2 seconds; a run with such expressions is not replayed"):
+        written(where, tmp_path)
 
 
 def test_from_the_seed_nothing_is_loaded(run, tmp_path):
