@@ -13,10 +13,6 @@ def kind_of(name: str, num_dimensions: int, owner: tuple[nn.Module, str] | None)
     """Return the kind of a parameter of an MPT, whose full name is `name`.
 
     `owner` is what `find_owner` returns: the part of the user's own that has the parameter, and the parameter's name
-    in it, or None. Such a part says itself of which kind it is, or the model could not have been built.
+    in it, or None. Such a part says itself of which kind it is. Raises ConfigError if it does not.
     """
-    if owner is None:
-        return kind_by_name(name, num_dimensions)
-    kind = kind_in_part(*owner)
-    assert kind is not None, "refused when the model was built"
-    return kind
+    return kind_by_name(name, num_dimensions) if owner is None else kind_in_part(*owner)

@@ -246,14 +246,16 @@ def refuse_random_layers(model: nn.Module) -> None:
                 )
 
 
-def kind_in_part(part: nn.Module, parameter_name: str) -> Kind | None:
-    """Return of which kind a parameter of the user's own part is for muP; None for a matrix if nobody says so.
+def kind_in_part(part: nn.Module, parameter_name: str) -> Kind:
+    """Return of which kind a parameter of the user's own part is for muP.
 
     The part's method `mup_kind` is asked first, with the parameter's name in the part, and then that of the inner
     module which has the parameter. Parameters of one dimension are vectors unless a method says otherwise.
 
-    Raises ConfigError for an answer that is no kind.
+    Raises ConfigError for an answer that is no kind, and for a matrix of which nobody says the kind: its shape does not
+    tell which of its dimensions grow with the width of the model.
     """
+    mark = mark_of(part)
     module_name, _, name = parameter_name.rpartition(".")
     module = part.get_submodule(module_name)
     for owner, name_there in ((part, parameter_name), (module, name)):
@@ -262,28 +264,24 @@ def kind_in_part(part: nn.Module, parameter_name: str) -> Kind | None:
         if answer in KINDS_IN_PARTS:
             return answer
         if answer is not None:
-            mark = mark_of(part)
             raise ConfigError(
                 f"{mark.key}: {mark.name}: mup_kind({parameter_name!r}) returns {answer!r}, expected "
                 f"{join_with_or(KINDS_IN_PARTS)}, or None"
             )
-    return "vector" if module.get_parameter(name).ndim == 1 else None
+    if module.get_parameter(name).ndim == 1:
+        return "vector"
+    raise ConfigError(
+        f"model.mup: does not know how {parameter_name} of {mark.name} ({mark.key}) depends on the width; give "
+        f"{type(part).__name__} a method mup_kind(name) that returns 'hidden' for a matrix from width to width, and "
+        "'input' for one whose inputs do not grow with the width"
+    )
 
 
 def refuse_unknown_kinds(model: nn.Module) -> None:
-    """Raise ConfigError if muP's kind of a parameter in the user's own parts is not known. Call it for muP.
-
-    Nobody can tell from a matrix's shape which of its dimensions grow with the width of the model.
-    """
+    """Raise ConfigError if muP's kind of a parameter in the user's own parts is not known. Call it for muP."""
     for part in find_own_parts(model):
-        mark = mark_of(part)
         for parameter_name, _ in part.named_parameters():
-            if kind_in_part(part, parameter_name) is None:
-                raise ConfigError(
-                    f"model.mup: does not know how {parameter_name} of {mark.name} ({mark.key}) depends on the width; "
-                    f"give {type(part).__name__} a method mup_kind(name) that returns 'hidden' for a matrix from width "
-                    "to width, and 'input' for one whose inputs do not grow with the width"
-                )
+            kind_in_part(part, parameter_name)
 
 
 def _describe_problem(part: nn.Module, parameter_name: str, parameter: nn.Parameter) -> str:

@@ -117,41 +117,30 @@ class Muon(Optimizer):
     def __init__(
         self,
         groups: Sequence[MuonGroup],
-        group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         *,
         fused: bool = True,
     ):
         """Prepare to update the matrices of all groups by Muon, and their other parameters by AdamW.
 
-        `group` are the ranks that divide the matrices among them; None for all. The first half of `param_groups` has
-        the matrices of each group, and is Muon's. The second half has the other parameters of each group, and is
-        AdamW's, which shares this optimizer's `param_groups` and `state`.
+        `process_group` are the ranks that divide the matrices among them; None for all. The first half of
+        `param_groups` has the matrices of each group, and is Muon's. The second half has the other parameters of each
+        group, and is AdamW's, which shares this optimizer's `param_groups` and `state`.
         """
-        settings = groups[0].settings
-        self.dtype = DTYPES[settings.ns_dtype or "bf16"]
-        self.group = group
+        self.dtype = DTYPES[groups[0].settings.ns_dtype or "bf16"]  # the same for all groups
+        self.process_group = process_group
         self._owners: Owners | None = None
         """None before the first step, because building it is collective."""
         self.matrices: list[Matrix] = []
         self._group_of_matrix: list[int] = []
         """Number of each matrix's group."""
-        muon_groups: list[dict[str, Any]] = []
-        adamw_groups: list[dict[str, Any]] = []
-        for number, (matrices, others, settings) in enumerate(groups):
-            self.matrices += matrices
-            self._group_of_matrix += [number] * len(matrices)
-            muon_options = {
-                "lr": settings.lr,
-                "weight_decay": settings.decay,
-                "momentum": MOMENTUM if settings.momentum is None else settings.momentum,
-                "ns_steps": settings.ns_steps or NEWTON_SCHULZ_STEPS,
-                "adjust_lr_fn": settings.adjust_lr_fn or "match_rms_adamw",
-            }
-            muon_groups.append({"params": [matrix.parameter for matrix in matrices], **muon_options})
-            adamw_groups.append(adamw_group(others, replace(settings, lr=settings.adamw_lr or settings.lr)))
+        for number, group in enumerate(groups):
+            self.matrices += group.matrices
+            self._group_of_matrix += [number] * len(group.matrices)
+
         # None lets torch choose another fast implementation; False would not.
-        self.adamw = AdamW(adamw_groups, fused=fused or None)
-        super().__init__([*muon_groups, *self.adamw.param_groups], {})
+        self.adamw = AdamW([others_group(group) for group in groups], fused=fused or None)
+        super().__init__([*map(matrices_group, groups), *self.adamw.param_groups], {})
         # Both see the same options and moments, so that schedules and checkpoints need to know one optimizer.
         self.adamw.param_groups = self.param_groups[len(groups) :]
         self.adamw.state = self.state
@@ -174,7 +163,7 @@ class Muon(Optimizer):
         update. Every rank then applies its parts to its weights.
         """
         if self._owners is None:
-            self._owners = Owners([matrix.parameter for matrix in self.matrices], self.group)
+            self._owners = Owners([matrix.parameter for matrix in self.matrices], self.process_group)
 
         def orthogonalise(index: int, momentum: torch.Tensor) -> torch.Tensor:
             """Return the update of matrix `index`, given its whole momentum, with rows in the order of the ranks."""
@@ -216,6 +205,25 @@ class Muon(Optimizer):
         moving_average = local(self.state[parameter]["momentum_buffer"])
         moving_average.lerp_(gradient, 1 - momentum)
         return gradient.lerp(moving_average, momentum).to(self.dtype)
+
+
+def matrices_group(group: MuonGroup) -> dict[str, Any]:
+    """Return the matrices of a group, with their options, as a group of torch's."""
+    settings = group.settings
+    return {
+        "params": [matrix.parameter for matrix in group.matrices],
+        "lr": settings.lr,
+        "weight_decay": settings.decay,
+        "momentum": MOMENTUM if settings.momentum is None else settings.momentum,
+        "ns_steps": settings.ns_steps or NEWTON_SCHULZ_STEPS,
+        "adjust_lr_fn": settings.adjust_lr_fn or "match_rms_adamw",
+    }
+
+
+def others_group(group: MuonGroup) -> dict[str, Any]:
+    """Return the other parameters of a group, with their options, as AdamW takes them."""
+    settings = group.settings
+    return adamw_group(group.others, replace(settings, lr=settings.adamw_lr or settings.lr))
 
 
 def newton_schulz(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:

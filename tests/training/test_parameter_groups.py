@@ -178,3 +178,27 @@ class TestRuns:
         refused = attempt(tmp_path, config, "run", optimizer=other)
         assert refused.exit_codes == [2]
         assert "optimizer.param_groups is " in refused.output
+
+    def test_an_optimizer_of_ones_own_keeps_its_groups_on_other_ranks(self, tmp_path, data):
+        group = {"param_str_match": "norm|bias", "lr": 0.05, "momentum": 0.5, "nesterov": True}
+        optimizer = {"name": "python:torch.optim:SGD", "lr": 0.1, "momentum": 0.9, "param_groups": [group]}
+        config = tiny_config(data, max_duration="4ba", autoresume=True, save_interval="1ba", optimizer=optimizer)
+        config |= {"device_train_microbatch_size": 1, "export_at_end": False}
+        run(tmp_path, config, "whole")
+        run(tmp_path, config, "moved", stop_after="2ba")
+        run(tmp_path, config, "moved", 2, **FULL)
+        # Sums over ranks are rounded in another order, because exact sums take optimizers of ours alone.
+        assert losses(tmp_path, "moved") == pytest.approx(losses(tmp_path, "whole"), rel=1e-5)
+        rates = [values(metrics(tmp_path, "moved"), key) for key in ("lr", "lr/group1")]
+        assert len(rates[0]) == 4 and rates[1] == pytest.approx([lr / 2 for lr in rates[0]])
+
+        saved_optimizer = open_checkpoint(saves(tmp_path, "moved") / "ba4").manifest.optimizer
+        assert saved_optimizer is not None
+        others, chosen = saved_optimizer["groups"]
+        assert [group["options"]["momentum"] for group in (others, chosen)] == [0.9, 0.5]
+        assert [group["options"]["nesterov"] for group in (others, chosen)] == [False, True]
+        assert not any("norm" in name for name in others["params"]) and len(chosen["params"]) > 0
+
+        changed = {**optimizer, "param_groups": [{**group, "momentum": 0.6}]}
+        refused = attempt(tmp_path, config, "moved", optimizer=changed, max_duration="5ba")
+        assert refused.exit_codes == [2] and "optimizer.param_groups" in refused.output
