@@ -171,8 +171,8 @@ def refuse_slow_expressions(
 
     names: all parameters of the model, as checkpoints name them.
 
-    An expression such as `(.*)*!` takes a time that grows exponentially with the length of a name, and Python's `re` has
-    no limit. So another process searches first, which is ended after `max_seconds`. Expressions of a record that
+    An expression such as `(.*)*!` takes a time that grows exponentially with the length of a name, and Python's `re`
+    has no limit. So another process searches first, which is ended after `max_seconds`. Expressions of a record that
     somebody else has written are checked by this before they are used. Those of the user's own YAML are trusted.
     """
     patterns = [group.param_str_match for group in optimizer.param_groups]
