@@ -1,7 +1,7 @@
 """Events of a run that `alerts` tell, found in its run folder, and the message of each. No torch.
 
 `Messages` makes an `Alert` of an event and remembers in the run folder what was told (ALERTS), so that a later launch
-does not tell it again. `LossSpikes` decides whether losses are a spike. `observer_process.py` looks at the run, and
+does not tell it again. `LossSpikes` decides whether losses are a spike. `launch_observer.py` looks at the run, and
 `receivers.py` delivers.
 """
 

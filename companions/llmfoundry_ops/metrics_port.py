@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llmfoundry_lite.errors import printable
 
 if TYPE_CHECKING:
-    from llmfoundry_ops.observer_process import LaunchObserver
+    from llmfoundry_ops.launch_observer import LaunchObserver
     from llmfoundry_ops.prometheus import Numbers
 
 PORT_SECONDS = 3.0

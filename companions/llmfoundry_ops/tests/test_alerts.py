@@ -18,7 +18,7 @@ from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, read_status, write_en
 from llmfoundry_lite.training.slow_ranks import MAX_RANKS_LISTED
 from llmfoundry_ops.alerts import ALERTS, IN_A_ROW, STARTED, WAITING_STEP, WINDOW, LossSpikes, append_record
 from llmfoundry_ops.faults import FaultRecord
-from llmfoundry_ops.observer_process import FALLBACK_SECONDS, TOLD_LATE, LaunchObserver
+from llmfoundry_ops.launch_observer import FALLBACK_SECONDS, TOLD_LATE, LaunchObserver
 from llmfoundry_ops.rank_times import read_all_slow_ranks, read_rank_times, read_slow_ranks
 from tests.checkpoint.saves import write_draft
 
