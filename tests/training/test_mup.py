@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import llmfoundry_lite as lf
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors, open_checkpoint
+from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.mup import MupConfig
@@ -14,7 +17,7 @@ from llmfoundry_lite.training.memory import _state_bytes
 from llmfoundry_lite.training.optimizers import OptimizerContext
 from tests.helpers.present import needs
 from tests.helpers.runs import attempt, losses, run, saves
-from tests.helpers.tiny import tiny_config, write_data
+from tests.helpers.tiny import reading_texts, tiny_config, write_data, write_texts
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -182,3 +185,54 @@ def test_muons_state_is_counted_by_what_each_group_keeps():
         parameter.numel() for name, parameter in parameters.items() if "blocks" in name and parameter.ndim == 2
     )
     assert _state_bytes(optimizer, (1, 2)) == 4 * (num_in_matrices + 2 * (num_elements - num_in_matrices))
+
+
+# ------------------------------------------------------------------------------------------------------ by commands
+
+LLAMA = {
+    "model__no_bias": True,
+    "model__norm_type": "rmsnorm",
+    "model__tie_word_embeddings": False,
+    "model__attn_config": {"rope": True},
+    "model__ffn_config": {"ffn_type": "mptglu", "ffn_hidden_size": 48, "ffn_act_fn": {"name": "silu"}},
+}
+
+
+def test_a_model_keeps_its_answers_from_the_first_launch_to_the_export(folder, tmp_path, capsys):
+    """The multipliers are no powers of 2. Trained on two ranks, resumed on one, evaluated, continued and exported."""
+    texts = write_texts(tmp_path / "texts")
+    mup = {"base_width": 16, "base_head_dim": 4, "embedding_mult": 3.0}
+    yaml = config(folder, **{**LLAMA, **reading_texts(texts), "model__mup": mup})
+    yaml["train_loader"]["dataset"]["local"] = yaml["eval_loader"]["dataset"]["local"] = str(texts)
+    run(tmp_path, yaml, "whole")
+    run(tmp_path, yaml, "moved", 2, stop_at="4ba", **SHARDED)
+    run(tmp_path, yaml, "moved")
+    assert_bit_equal(tmp_path, "moved")
+
+    saved, exported, imported = saves(tmp_path, "moved") / "ba6", tmp_path / "exported", tmp_path / "imported"
+    assert run_command(["checkpoint", "export", str(saved), str(exported)]) == 0
+    assert run_command(["checkpoint", "import", str(exported), str(imported)]) == 0
+    loaded = [lf.load(str(source)) for source in (saved, exported, imported)]
+    theirs = AutoModelForCausalLM.from_pretrained(exported).eval()
+    tokens_bt = torch.randint(320, (3, 29), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits_btv = theirs(tokens_bt).logits
+        for ours in loaded:
+            assert (ours.model(tokens_bt) - logits_btv).abs().max() < 1e-5
+
+    (tmp_path / "task.jsonl").write_text('{"context": "abc", "continuation": "def"}\n' * 2)
+    task = {"label": "t", "dataset_uri": str(tmp_path / "task.jsonl"), "num_fewshot": [0]}
+    task["icl_task_type"] = "language_modeling"
+    models = {"ours": str(saved), "exported": str(exported), "imported": str(imported)}
+    results = lf.evaluate({"icl_tasks": [task]}, models=models, results_folder=str(tmp_path / "results"))
+    answers = [[item["log_probability"][0] for item in results[name].items["t/0-shot"]] for name in models]
+    assert len(answers[0]) == 2
+    assert answers[1] == pytest.approx(answers[0], abs=1e-5)
+    assert answers[2] == pytest.approx(answers[0], abs=1e-5)
+
+    capsys.readouterr()
+    written: list[str] = []
+    for source in models.values():
+        assert run_command(["generate", source, "--prompt", "abc", "--max-new-tokens", "8"]) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1] == written[2] != ""
