@@ -4,6 +4,8 @@ import pytest
 
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.mup import factors_of_kind
+from llmfoundry_lite.config.optimizer_schema import OptimizerConfig
 from llmfoundry_lite.config.parameter_groups import Factors, check_groups, divide_parameters
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.dry_run import describe_launch
@@ -59,6 +61,36 @@ def test_a_dry_run_shows_the_true_rates_of_groups(tmp_path, width, hidden_rates)
     # The rate of the block `optimizer` is not that of every group, so the table has factors.
     factor = f"x {32 / width:g}"
     assert f"  {factor}  " in mup_lines(config)[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "adjust_lr_fn", "lr", "weight_decay"),
+    [
+        ("decoupled_adamw", None, 1 / 4, 1),
+        ("adamw", None, 1 / 4, 4),
+        ("decoupled_lionw", None, 1 / 4, 1),
+        ("lion", None, 1 / 4, 4),
+        ("muon", None, 1 / 2, 2),
+        ("muon", "match_rms_adamw", 1 / 2, 2),
+        ("muon", "original", 1, 1),
+    ],
+)
+def test_each_optimizer_has_its_factors_at_four_times_the_width(name, adjust_lr_fn, lr, weight_decay):
+    optimizer = OptimizerConfig(name=name, lr=0.1, adjust_lr_fn=adjust_lr_fn)
+    factors = factors_of_kind("hidden", optimizer, 4.0, is_matrix_of_block=True)
+    assert factors == Factors(lr=lr, weight_decay=weight_decay, eps=1 / 4)
+    for kind in ("input", "output", "vector"):
+        assert factors_of_kind(kind, optimizer, 4.0) == Factors(eps=1 / 4)
+    # Muon leaves it to AdamW.
+    adam = factors_of_kind("hidden", optimizer, 4.0)
+    assert adam.lr == 1 / 4 and adam.weight_decay in (1, 4)
+
+
+def test_factors_multiply_eps_and_muons_other_rate():
+    optimizer = OptimizerConfig(name="muon", lr=0.1, adamw_lr=0.4, eps=1e-6, weight_decay=0.2)
+    (group,) = divide_parameters(["a"], optimizer, lambda name: Factors(lr=0.5, weight_decay=2.0, eps=0.25))
+    settings = group.settings
+    assert (settings.lr, settings.adamw_lr, settings.weight_decay, settings.eps) == (0.05, 0.2, 0.4, 2.5e-7)
 
 
 def test_an_empty_group_is_named_by_its_own_place(tmp_path):
