@@ -222,6 +222,16 @@ def test_a_layer_that_says_what_it_is_like_counts_the_flops_of_that_layer():
     assert find_flops_per_token(run, build(config), 16) == count_flops_per_token(SMALL, 16)
 
 
+def test_a_layer_that_says_its_flops_counts_these_once():
+    config = replace(SMALL, ffn_config=FFNConfig(ffn_type=f"{HERE}:Alike"))
+    run: Any = SimpleNamespace(model=config, max_seq_len=16)
+    model = build(config)
+    for part in find_own_parts(model):
+        part.flops_per_token = 1000  # type: ignore[assignment]
+    without_layers = count_flops_per_token(config, 16)
+    assert find_flops_per_token(run, model, 16) == without_layers + 2 * 1000
+
+
 def test_a_norm_that_says_what_it_is_like_counts_its_own_parameters_once():
     config = replace(SMALL, norm_type=f"{HERE}:AlikeNorm")
     run: Any = SimpleNamespace(model=config, max_seq_len=16)

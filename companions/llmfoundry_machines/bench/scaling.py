@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmfoundry_lite.config.counted_model import counted_model, describe_unknown_parts
+from llmfoundry_lite.config.counted_model import counted_model, describe_told_parts, describe_unknown_parts
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -63,6 +63,8 @@ class Point:
     """Peak FLOP/s of one device, if the run knew it."""
     config: dict[str, Any]
     """Configuration that was trained, for `plan --calibrate`."""
+    counted_alike: str = ""
+    """Parts of the model that are the user's own code, with the layers of ours that they are counted like."""
     not_counted: str = ""
     """Parts of the model that are the user's own code, which parameters and FLOPs do not count."""
 
@@ -159,6 +161,9 @@ def report_points(
         "rows": rows,
     }
     all_points = [point for points in points_by_kind.values() for point in points]
+    counted_alike = {point.counted_alike: None for point in all_points if point.counted_alike}
+    if counted_alike:
+        report["counted_alike"] = "; ".join(counted_alike)
     not_counted = {point.not_counted: None for point in all_points if point.not_counted}  # a set that keeps its order
     if not_counted:
         report["not_counted"] = "; ".join(not_counted)
@@ -256,6 +261,7 @@ def read_point(run_folder: str) -> Point:
         seconds=float(np.median(log.numbers(SECONDS)[is_timed])),
         peak_flops=peak_flops,
         config=as_dict(trained),
+        counted_alike=describe_told_parts(config.model),
         not_counted=describe_unknown_parts(config.model),
     )
 
@@ -371,6 +377,8 @@ def build_title(report: dict[str, Any]) -> str:
 def build_notes(report: dict[str, Any]) -> list[str]:
     """Return the lines below the table: a published result, and how this machine's devices were measured."""
     notes = [PUBLISHED]
+    if "counted_alike" in report:
+        notes.append(f"Parameters, FLOP/s and MFU count {report['counted_alike']}, as the class says.")
     if "not_counted" in report:
         notes.append(f"Parameters, FLOP/s and MFU are without {report['not_counted']}, so they are too low.")
     products_flops = report["products_flops_per_sec"]

@@ -7,7 +7,7 @@ segment, and each segment is compared for itself.
 from dataclasses import replace
 
 from llmfoundry_lite.checkpoint.manifest import Segment
-from llmfoundry_lite.config.counted_model import counted_model
+from llmfoundry_lite.config.counted_model import counted_model, describe_told_parts
 from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.sharding_schema import ContextParallelConfig, PipelineConfig
@@ -55,6 +55,9 @@ def check_run(run_location: str) -> str:
         origin = find_hardware(accelerator).origin(segment.num_devices)
         sources[accelerator.name] = f"predicted {accelerator.name}: {origin}"
 
+    told_parts = describe_told_parts(config.model)
+    if told_parts:
+        left_out.append(f"predicted with {told_parts}, as the class says")
     if not run.segments:
         left_out.append("no checkpoint of this run says where it ran: nothing to compare")
     return "\n".join([*lines, *left_out, *sources.values()])

@@ -85,6 +85,16 @@ def test_a_run_without_its_configuration_is_refused(moved_run, tmp_path, capsys)
     assert "config.yaml is not there; it says what was trained" in capsys.readouterr().err
 
 
+def test_a_layer_that_says_what_it_is_like_is_predicted_as_that_layer(tmp_path, capsys, monkeypatch):
+    (tmp_path / "alike_in_checks.py").write_text("raise SystemExit\nclass Ffn:\n    like = 'mptmlp'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "python:alike_in_checks:Ffn"
+    settings = as_dict(load_train_config(["mpt-125m", f"model.ffn_config.ffn_type={name}"]).config)
+    run = write_run(tmp_path / "run", [record(1, num_devices=1, seconds=1.0)], [on_cpu(1, 1)], **settings)
+    lines = lines_of_check(run, capsys)
+    assert f"predicted with {name} (model.ffn_config.ffn_type) like mptmlp of width 3072, as the class says" in lines
+
+
 def test_a_run_with_a_layer_of_its_own_is_refused_once(tmp_path, capsys):
     ffn = "model.ffn_config.ffn_type=python:mine:Ffn"
     settings = as_dict(load_train_config(["mpt-125m", ffn]).config)

@@ -63,6 +63,28 @@ def test_a_run_whose_batches_differ_in_size_is_no_point_of_a_table(tmp_path):
         scaling.read_point(run)
 
 
+def test_a_table_says_which_layers_it_counts_parts_like(tmp_path, capsys, monkeypatch):
+    (tmp_path / "alike_in_tables.py").write_text("raise SystemExit\nclass Ffn:\n    like = 'mptmlp'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    records = [record(batch, seconds=1.0, num_devices=1) for batch in (1, 2, 3)]
+    name = "python:alike_in_tables:Ffn"
+    points = []
+    for folder, words in {"own": [f"model.ffn_config.ffn_type={name}"], "ours": []}.items():
+        path = write_config(tmp_path / "run.yaml", tiny_config(tmp_path))
+        run = write_run(tmp_path / folder, records, **as_dict(load_train_config([path, *words]).config))
+        points.append(scaling.read_point(run))
+    own, ours = points
+    assert own.flops_per_step == ours.flops_per_step
+    assert own.conditions["num_parameters"] == ours.conditions["num_parameters"]
+    report = scaling.table_runs([tmp_path / "own"])
+    printed = capsys.readouterr().out
+    assert (
+        f"count {name} (model.ffn_config.ffn_type) like mptmlp of width" in printed
+        and ", as the class says." in printed
+    )
+    assert "not_counted" not in report and not ours.counted_alike
+
+
 def test_a_table_says_which_parts_it_does_not_count(tmp_path, capsys):
     records = [record(batch, seconds=1.0, num_devices=1) for batch in (1, 2, 3)]
     config = load_train_config(
