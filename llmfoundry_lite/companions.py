@@ -69,11 +69,15 @@ PART_KEYS: Mapping[str, tuple[str, ...]] = {
     "optimizers": ("optimizer.name",),
     "schedulers": ("scheduler.name",),
     "dataloaders": ("train_loader.name", "eval_loader.name", "eval_loaders.*.name"),
-    "callbacks": ("callbacks.*",),
-    "loggers": ("loggers.*",),
+    "callbacks": ("callbacks.*", "callbacks.extra.*"),
+    "loggers": ("loggers.*", "loggers.extra.*"),
+    "icl_datasets": ("icl_tasks.*.icl_task_type",),
+    "metrics": ("icl_tasks.*.metric_names", "icl_tasks.*.metric", "icl_tasks.*.metric_kwargs.*"),
+    "readers": (),
 }
 """Kind of part, by the name of LLM Foundry's registry if it has one -> dotted keys of a YAML whose value may name such
-a part. A `*` in the middle stands for any name. At the end, the keys of the block are the names."""
+a part. A `*` in the middle stands for any name, or for each entry of a list. At the end, the keys of the block are the
+names. Readers are for `data prepare`, which reads no YAML; their names are suffixes of files, such as `.mbx`."""
 
 SOURCE = Path(__file__).parents[1] / "companions"
 """Folder of our companions in a clone. An installed package has no such folder."""
@@ -193,7 +197,9 @@ def _check_names(companion: Companion, others: list[Companion]) -> None:
         if kind in TABLES:
             raise ValueError(f"its parts {kind!r} are no kind of part; give them to Companion({kind}=...)")
         for name, address in addresses.items():
-            if not re.fullmatch(r"[A-Za-z_][\w\-]*", name):
+            if kind == "readers" and not re.fullmatch(r"\.\w+", name):
+                raise ValueError(f"its {kind} have the name {name!r}; expected a suffix of files, such as .mbx")
+            if kind != "readers" and not re.fullmatch(r"[A-Za-z_][\w\-]*", name):
                 raise ValueError(f"its {kind} have the name {name!r}; expected letters, digits, _ and -")
             if not re.fullmatch(r"\w+(\.\w+)*:\w+", address):
                 raise ValueError(f"its {kind} {name} is at {address!r}; expected package.module:Thing")

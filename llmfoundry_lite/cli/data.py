@@ -4,7 +4,7 @@ The docstrings of the functions, and the help of their parameters, are the help 
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
@@ -44,10 +44,22 @@ ReaderOption = Annotated[
 data = typer.Typer(help="Prepare training data and show it.", no_args_is_help=True, rich_markup_mode=None)
 
 
-def trusted_readers(readers: list[str] | None) -> tuple[str, ...]:
-    """Return the values of `--reader`, and let the code that they name be imported, because the user has named it."""
-    trust_code(reader.partition("=")[2] for reader in readers or ())
-    return tuple(readers or ())
+def choose_readers(given: list[str] | None, sources: Sequence[str]) -> tuple[str, ...]:
+    """Return the values of `--reader`, and the readers of installed companions for other suffixes of the sources.
+
+    The code that they name may be imported from now on, because the user has named or installed it. A line is printed
+    for each reader of a companion.
+    """
+    from llmfoundry_lite.prepare.own_readers import find_readers_for
+
+    given = given or []
+    of_companions = find_readers_for(sources, given)
+    for reader in of_companions:
+        suffix, _, import_path = reader.partition("=")
+        typer.echo(f"{suffix} files are read by {import_path}, of a companion; --reader names another")
+    readers = (*given, *of_companions)
+    trust_code(reader.partition("=")[2] for reader in readers)
+    return readers
 
 
 @contextmanager
@@ -147,14 +159,15 @@ def data_prepare(
     text_keys: str | tuple[str, ...] = "text"
     if text_key:
         text_keys = text_key[0] if len(text_key) == 1 else tuple(text_key)
+    all_sources = (*(source or ()), *(sources or ()))
     request = PrepareRequest(
-        sources=(*(source or ()), *(sources or ())),
+        sources=all_sources,
         tokenizer=tokenizer,
         max_seq_len=max_seq_len,
         text_key=text_keys,
         split=split,
         encoding=encoding,
-        readers=trusted_readers(reader),
+        readers=choose_readers(reader, all_sources),
         on_error=on_error,
         val_fraction=val_fraction,
         size_limit_bytes=size_limit,
@@ -265,7 +278,7 @@ def data_append(
         "text_key": text_keys,
         "split": split,
         "encoding": encoding,
-        "readers": trusted_readers(reader),
+        "readers": choose_readers(reader, sources),
         "on_error": on_error,
         "val_fraction": val_fraction,
     }

@@ -379,7 +379,7 @@ def _refuse_to_divide_own_parts(config: TrainConfig) -> None:
         "cp_config.context_parallel_degree": config.context.context_parallel_degree,
         "pp_config.pipeline_parallel_degree": config.pipeline.pipeline_parallel_degree,
     }
-    parts = config.model.own_parts
+    parts = dict(config.model.own_parts)
     if is_own(config.model.loss_fn):
         parts["loss_fn"] = config.model.loss_fn
     for key, name in parts.items():

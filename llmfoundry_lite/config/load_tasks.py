@@ -20,6 +20,7 @@ from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import ConfigLayer, read_file, source_of
 from llmfoundry_lite.config.merge import merge_layers
 from llmfoundry_lite.config.own_arguments import move_arguments
+from llmfoundry_lite.config.part_names import find_names, spell_out_names
 from llmfoundry_lite.config.scalars import TASK_SYNONYMS
 from llmfoundry_lite.config.shipped import find_task_folder
 from llmfoundry_lite.config.task_types import METRICS, MULTIPLE_CHOICE, TASK_TYPES, TEXT
@@ -60,15 +61,18 @@ def load_tasks(
     if isinstance(entries, str):
         entries = [entries]
     unknown_metrics: dict[str, list[str]] = {}
-    tasks = _load_entries(entries, task_folder, layers, unknown_metrics)
+    short_names: dict[str, str] = {}
+    tasks = _load_entries(entries, task_folder, layers, unknown_metrics, short_names)
     if form is not None:
         tasks = [_with_form(task, form) for task in tasks]
     if notes is not None:
         for metric_name, labels in unknown_metrics.items():
             notes.append(
                 f"icl_tasks: metric_names: {metric_name} is not computed ({_name_some(labels)}); metric has "
-                f"{', '.join(METRICS)}"
+                f"{', '.join([*METRICS, *find_names('metrics')])}"
             )
+        for import_path, written in short_names.items():
+            notes.append(f"{written} is {import_path}")
         notes += _note_unused_keys(tasks)
 
     # Results are named by label, number of examples and form, so these together may only be there once.
@@ -197,18 +201,23 @@ def find_held_out_text(model: str) -> str | None:
 
 
 def _load_entries(
-    entries: Sequence[Any], task_folder: str, layers: Sequence[ConfigLayer], unknown_metrics: dict[str, list[str]]
+    entries: Sequence[Any],
+    task_folder: str,
+    layers: Sequence[ConfigLayer],
+    unknown_metrics: dict[str, list[str]],
+    short_names: dict[str, str],
 ) -> list[TaskConfig]:
     """Load the tasks of a list, whose entries are as in `load_tasks`.
 
-    `unknown_metrics` maps each metric that is not computed to the labels of the tasks that ask for it. It is extended
+    `unknown_metrics` maps each metric that is not computed to the labels of the tasks that ask for it. `short_names`
+    maps each import path to the short name of a companion's part that it stands for, with its key. Both are extended
     in place.
     """
     tasks: list[TaskConfig] = []
     for index, entry in enumerate(entries):
         path = f"icl_tasks[{index}]"
         if isinstance(entry, str):
-            tasks += _load_task_file(entry, task_folder, unknown_metrics)
+            tasks += _load_task_file(entry, task_folder, unknown_metrics, short_names)
             continue
 
         # A block without a type changes some keys of the task that its label names.
@@ -220,8 +229,14 @@ def _load_entries(
             changes = {key: value for key, value in entry.items() if key != "label"}
             entry = {**merge_layers([layer], TaskConfig), **changes}
 
+        # From here on, a companion's type or metric is code of the user's own, by its import path.
+        spelled_out, replaced = spell_out_names({"icl_tasks": [entry]})
+        (entry,) = spelled_out["icl_tasks"]
+
         task = _build_task(entry, path, layers)  # refuses an entry that is not a block
         tasks.append(task)
+        for import_path, written in replaced.items():
+            short_names[import_path] = f"icl_tasks: {task.label}: {written.partition('.')[2]}"
 
         # LLM Foundry's metrics are ignored. The user is told of those that are not computed anyway.
         metric_names = entry.get("metric_names") or []
@@ -233,10 +248,12 @@ def _load_entries(
     return tasks
 
 
-def _load_task_file(name: str, task_folder: str, unknown_metrics: dict[str, list[str]]) -> list[TaskConfig]:
+def _load_task_file(
+    name: str, task_folder: str, unknown_metrics: dict[str, list[str]], short_names: dict[str, str]
+) -> list[TaskConfig]:
     """Load the tasks of a file, which holds the keys of one task, or a list of tasks under `icl_tasks`.
 
-    `name` is a path, or the name of a file in the task folder. `unknown_metrics` is as in `_load_entries`.
+    `name` is a path, or the name of a file in the task folder. The dictionaries are those of `_load_entries`.
     """
     layer = _read_task_file(name, task_folder)
     if "icl_tasks" in layer.values:
@@ -245,7 +262,7 @@ def _load_task_file(name: str, task_folder: str, unknown_metrics: dict[str, list
         entries = [merge_layers([layer], TaskConfig)]
     if not isinstance(entries, list):
         raise ConfigError(f"{layer.source}: icl_tasks: {entries!r} given, expected a list of tasks")
-    return _load_entries(entries, task_folder, [layer], unknown_metrics)
+    return _load_entries(entries, task_folder, [layer], unknown_metrics, short_names)
 
 
 def _read_task_file(name: str, task_folder: str) -> ConfigLayer:

@@ -147,9 +147,10 @@ def load_train_config(
         for import_path in config.loggers.extra:
             check_import_path("loggers", import_path)
 
-    for import_path in dict.fromkeys(import_path for _, import_path in config.own_code):
-        if import_path in names:
-            notes.append(f"{names[import_path]} is {import_path}")
+    paths_of_run = {import_path for _, import_path in config.own_code}
+    for import_path, written in names.items():
+        if import_path in paths_of_run or written.startswith("icl_tasks"):
+            notes.append(f"{written} is {import_path}")
 
     # Check the keys together.
     check_together(config, layers)

@@ -9,9 +9,10 @@ from typing import Any
 
 from llmfoundry_lite.config.data_schema import OF_THE_MODEL, LoaderConfig
 from llmfoundry_lite.config.fields import keys_of
-from llmfoundry_lite.config.layers import ConfigLayer, find_value
+from llmfoundry_lite.config.layers import ConfigLayer, find_value, source_of
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig
-from llmfoundry_lite.config.optimizer_schema import ParameterGroupConfig
+from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, ParameterGroupConfig, SchedulerConfig
+from llmfoundry_lite.errors import ConfigError, find_nearest
 from llmfoundry_lite.own_code import is_own
 
 
@@ -28,6 +29,8 @@ class NamedPart:
     only_key: str | None = None
     """The one key that has the part's arguments, if the rest of the block is not about the part. Misspelt keys of the
     rest must then stay, so that they are refused."""
+    schema: type | None = None
+    """The dataclass of the block if parts of ours have keys in it, by which misspelt keys are recognised."""
 
     def has(self, path: Sequence[Any]) -> bool:
         """Return whether a value in the block, by its path there, is an argument of the part."""
@@ -44,12 +47,13 @@ def find_named_parts(values: Mapping[str, Any]) -> Iterator[NamedPart]:
     Their key is the name itself. `values` say which loaders there are.
     """
     # Groups of parameters go with the optimizer, because their settings are arguments of it.
-    yield NamedPart("optimizer", "name", other_keys={"lr"})
-    yield NamedPart("scheduler", "name")
-    yield NamedPart("model.ffn_config", "ffn_type")
+    yield NamedPart("optimizer", "name", other_keys={"lr"}, schema=OptimizerConfig)
+    yield NamedPart("scheduler", "name", schema=SchedulerConfig)
+    yield NamedPart("model.ffn_config", "ffn_type", schema=FFNConfig)
 
     # Attention gets the whole block `model`. The arguments of norms and of the loss are in keys of their own.
-    yield NamedPart("model.attn_config", "attn_type", other_keys=keys_of(AttentionConfig).keys() - {"kwargs"})
+    keys_of_attention = keys_of(AttentionConfig).keys() - {"kwargs"}
+    yield NamedPart("model.attn_config", "attn_type", other_keys=keys_of_attention, schema=AttentionConfig)
     yield NamedPart("model", "norm_type", only_key="norm_kwargs")
     yield NamedPart("model", "loss_fn", only_key="loss_kwargs")
     yield NamedPart("model.attn_config", "norm_type", only_key="norm_kwargs")
@@ -58,7 +62,7 @@ def find_named_parts(values: Mapping[str, Any]) -> Iterator[NamedPart]:
     of_every_loader = keys_of(LoaderConfig).keys() - {"kwargs", "dataset"}
     of_the_model = {f"dataset.{key}" for key in OF_THE_MODEL}
     for block in _loader_blocks(values):
-        yield NamedPart(block, "name", other_keys=of_every_loader | of_the_model)
+        yield NamedPart(block, "name", other_keys=of_every_loader | of_the_model, schema=LoaderConfig)
 
 
 def _loader_blocks(values: Mapping[str, Any]) -> list[str]:
@@ -99,6 +103,8 @@ def drop_keys_of_other_parts(values: dict[str, Any], layers: Sequence[ConfigLaye
         for path in [*_find_foreign(block, blocks_of_layers, is_for_part)]:
             if not part.has(path):
                 continue
+            if not any(is_own(name_of_layer) for name_of_layer in names if name_of_layer != name):
+                _refuse_misspelt_key(part, str(path[0]), layers)
             _remove(block, path)
             for layer_block in blocks_of_layers:
                 _remove(layer_block, path)
@@ -111,6 +117,21 @@ def drop_keys_of_other_parts(values: dict[str, Any], layers: Sequence[ConfigLaye
                 "earlier file sets for another one; to pass them, give them with the name"
             )
     return notes
+
+
+def _refuse_misspelt_key(part: NamedPart, key: str, layers: Sequence[ConfigLayer]) -> None:
+    """Raise ConfigError for a key that no part of ours has, and that is spelt like one that some part has.
+
+    Call this for a key that a file sets beside the name of a part of ours. Dropping it would hide the mistake.
+    """
+    if part.schema is None or key in keys_of(part.schema):
+        return
+    nearest = find_nearest(key, keys_of(part.schema), cutoff=0.8)
+    if nearest:
+        dotted_key = f"{part.block}.{key}"
+        raise ConfigError(
+            f"{source_of(dotted_key, layers)}: {dotted_key}: unknown key; did you mean {part.block}.{nearest}?"
+        )
 
 
 def _find_names(part: NamedPart, layers: Sequence[ConfigLayer]) -> list[Any]:
@@ -214,10 +235,14 @@ def collect_own_arguments(values: dict[str, Any]) -> None:
         move_arguments(loader, "name", keys_of(LoaderConfig))
 
     # The key of a callback or a logger is its import path, and its value is the block of its arguments, or null.
-    for block in (values.get("callbacks"), values.get("loggers")):
+    for block_key in ("callbacks", "loggers"):
+        block = values.get(block_key)
         if not isinstance(block, dict):
             continue
         import_paths = [key for key in block if is_own(key)]
+        for path in import_paths:
+            if isinstance(block.get("extra"), dict) and path in block["extra"]:
+                raise ConfigError(f"{block_key}: {path} is given twice, also in {block_key}.extra; keep one of them")
         if import_paths and isinstance(block.get("extra") or {}, dict):  # the schema refuses another `extra`
             own_objects = {path: block.pop(path) or {} for path in import_paths}
             block["extra"] = {**(block.get("extra") or {}), **own_objects}

@@ -1,17 +1,23 @@
 """Readers of files that the user has written: each turns a file of some suffix into the texts of documents.
 
-`--reader .xml=python:package.module:function` names one. `docs/own-parts.md` is the page for users.
+`--reader .xml=python:package.module:function` names one. Installed companions may have readers for suffixes of their
+own, which need no option. `docs/own-parts.md` is the page for users.
 """
 
+import glob
+import os
 import traceback
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from llmfoundry_lite.config.part_names import find_names_beside
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.own_code import import_object
-from llmfoundry_lite.prepare.contents import InputFile, UnreadableText, open_content
+from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, InputFile, UnreadableText, open_content
+from llmfoundry_lite.prepare.listing import SUFFIXES, Listing, expand_source, file_kind
 
 OPTION = "--reader"
 
@@ -27,6 +33,37 @@ class Reader(Protocol):
         such as a parser's own.
         """
         ...
+
+
+@cache
+def find_registered_readers() -> dict[str, str]:
+    """Return suffix -> import path for the readers of installed companions.
+
+    Suffixes of files that this package reads by itself are left out, with a warning.
+    """
+    suffixes_of_ours = {suffix for suffixes in SUFFIXES.values() for suffix in suffixes}
+    return find_names_beside("readers", suffixes_of_ours | {*COMPRESSED_SUFFIXES})
+
+
+def find_readers_for(sources: Iterable[str], given: Iterable[str]) -> list[str]:
+    """Return the readers of installed companions for files of some sources, as values of `--reader`.
+
+    given: the values of `--reader` on the command line, which win.
+
+    Only suffixes that occur are in the result, because it is a part of the request. URLs are not listed here, so all
+    readers are returned if a source is one.
+    """
+    given_suffixes = {reader.partition("=")[0] for reader in given}
+    readers = {suffix: path for suffix, path in find_registered_readers().items() if suffix not in given_suffixes}
+    names = {suffix: suffix for suffix in readers}  # so that the kind of a file is its suffix
+    used_suffixes: set[str | None] = set()
+    for source in sources if readers else ():
+        if "://" in source:
+            used_suffixes |= {*readers}
+        elif os.path.exists(os.path.expanduser(source)) or glob.has_magic(source):
+            files = expand_source(source, Listing(on_error="skip"))
+            used_suffixes |= {file_kind(file, names) for file in files}
+    return [f"{suffix}={path}" for suffix, path in readers.items() if suffix in used_suffixes]
 
 
 def import_readers(names: Iterable[str]) -> None:

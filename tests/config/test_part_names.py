@@ -8,7 +8,9 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.companions import Companion
 from llmfoundry_lite.config import part_names
 from llmfoundry_lite.config.build import build_block
-from llmfoundry_lite.config.fields import schema_keys, settings_along
+from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.config.fields import keys_of, schema_keys, settings_along
+from llmfoundry_lite.config.load_tasks import find_available_tasks, load_tasks
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.replayed import select_recorded
@@ -25,10 +27,15 @@ TINY = Companion(
         "schedulers": {"triangle": "tiny.schedules:Triangle"},
         "optimizers": {"adalr_lion": "tiny.optimizers:AdaLRLion"},
         "dataloaders": {"books": "tiny.loaders:load"},
-        "callbacks": {"heartbeat": "tiny.callbacks:Beat", "nan_monitor": "tiny.callbacks:NaN"},
+        "callbacks": {"heartbeat": "tiny.callbacks:Beat", "bound": "tiny.callbacks:Bound"},
         "loggers": {"tail": "tiny.loggers:Tail"},
+        "icl_datasets": {"rhymes": "tiny.tasks:Rhymes", "schema": "tiny.tasks:Schema"},
+        "metrics": {"lead": "tiny.tasks:lead", "acc": "tiny.tasks:acc"},
+        "readers": {".mbx": "tiny.readers:read_mails"},
     }
 )
+TASK = {"label": "r", "icl_task_type": "rhymes", "dataset_uri": "r.jsonl", "least_lead": 0.5}
+TASK |= {"metric_names": ["lead"], "metric": "lead", "metric_kwargs": {"lead": {"per_token": True}}}
 GIVEN = {
     "max_seq_len": 8,
     "global_train_batch_size": 8,
@@ -44,7 +51,7 @@ GIVEN = {
     "optimizer": {"name": "adalr_lion", "lr": 0.1, "slope": 3},
     "train_loader": {"name": "books", "shelf": "a"},
     "eval_loader": {"name": "books", "shelf": "b"},
-    "callbacks": {"heartbeat": {"every": 3, "loud": True}, "nan_monitor": None},
+    "callbacks": {"heartbeat": {"every": 3, "loud": True}, "bound": None},
     "loggers": {"tail": {"path": "x"}},
 }
 
@@ -81,7 +88,7 @@ def test_a_short_name_means_what_its_import_path_means(tmp_path):
         "scheduler.name": "python:tiny.schedules:Triangle",
         "train_loader.name": "python:tiny.loaders:load",
         "eval_loader.name": "python:tiny.loaders:load",
-        "callbacks": "python:tiny.callbacks:NaN",
+        "callbacks": "python:tiny.callbacks:Bound",
         "loggers": "python:tiny.loggers:Tail",
     }
     assert config.model.ffn_config.kwargs == {"depth": 2} and config.optimizer.kwargs["slope"] == 3
@@ -99,15 +106,73 @@ def test_a_program_s_own_mapping_stays_as_it_is():
 
 def test_every_key_that_takes_code_takes_short_names():
     keys_of_code = [key for key in schema_keys(TrainConfig) if PREFIX in settings_along(TrainConfig, key)[-1].choices]
+    keys_of_tasks = [name for name, key in keys_of(TaskConfig).items() if PREFIX in key.setting.choices]
+    keys_of_code += [f"icl_tasks.*.{name}" for name in [*keys_of_tasks, "metric_names"]]
     keys = [key for keys in companions.PART_KEYS.values() for key in keys if not key.endswith(".*")]
     assert sorted(keys_of_code) == sorted(keys)
 
 
 def test_a_name_of_ours_stays_ours_and_that_is_said(capsys):
     assert load("model.norm_type=rmsnorm").config.model.norm_type == "rmsnorm"
-    assert capsys.readouterr().err == (
-        "warning: companion parts, norms, rmsnorm: left out: this package has one of that name\n"
-    )
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: companion parts, {name}: left out: this package has one of that name"
+        for name in ("norms, rmsnorm", "icl_datasets, schema", "metrics, acc")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("attention_implementations", "triton"),
+        ("dataloaders", "finetuning"),
+        ("callbacks", "run_timeout"),
+        ("loggers", "mlflow"),
+        ("metrics", "InContextLearningLMAccuracy"),
+    ],
+)
+def test_words_of_llm_foundry_keep_their_meaning(kind, name, monkeypatch, capsys):
+    monkeypatch.setattr(companions, "find_companions", lambda: [Companion(parts={kind: {name: "tiny.x:X"}})])
+    assert part_names.find_names(kind) == {}
+    assert f"{kind}, {name}: left out" in capsys.readouterr().err
+
+
+def test_a_task_by_short_names_is_one_by_import_paths(tmp_path):
+    notes: list[str] = []
+    (task,) = load_tasks([TASK], "evals", notes=notes)
+    assert task.icl_task_type == "python:tiny.tasks:Rhymes" and task.kwargs == {"least_lead": 0.5}
+    assert task.metric == "python:tiny.tasks:lead" and task.metric_names == [task.metric]
+    assert task.metric_kwargs == {task.metric: {"per_token": True}}
+    assert "icl_tasks: r: icl_task_type: rhymes is python:tiny.tasks:Rhymes" in notes
+
+    # A file, and a variant of the task in it.
+    (tmp_path / "r.yaml").write_text(json.dumps(TASK))
+    assert load_tasks(["r"], str(tmp_path)) == [task]
+    (variant,) = load_tasks([{"label": "r", "least_lead": 0.7}], str(tmp_path))
+    assert variant.kwargs == {"least_lead": 0.7} and variant.own_code == task.own_code
+
+
+def test_a_run_records_the_import_paths_of_its_tasks():
+    loaded = load(run_name="x", icl_tasks=[TASK])
+    record = as_dict(loaded.config)["icl_tasks"][0]
+    assert record["icl_task_type"] == "python:tiny.tasks:Rhymes" and record["metric_names"] == [record["metric"]]
+    assert [*record["metric_kwargs"]] == ["python:tiny.tasks:lead"]
+    assert "icl_tasks[0].icl_task_type: rhymes is python:tiny.tasks:Rhymes" in loaded.notes
+
+
+def test_a_task_in_a_found_folder_that_has_a_short_name_is_left_out(tmp_path):
+    (tmp_path / "r.jsonl").write_text("{}\n")
+    (tmp_path / "r.yaml").write_text(json.dumps({**TASK, "dataset_uri": str(tmp_path / "r.jsonl")}))
+    assert find_available_tasks(str(tmp_path)) == []
+
+
+def test_an_unknown_type_or_metric_is_answered_with_those_of_companions():
+    with pytest.raises(ConfigError, match=r"icl_task_type: 'rhymse' is not known; did you mean rhymes\?"):
+        load_tasks([{"label": "r", "dataset_uri": "r.jsonl", "icl_task_type": "rhymse"}], "evals")
+    with pytest.raises(ConfigError, match=r"metric: 'leed' is not known; did you mean lead\?"):
+        load_tasks([{**TASK, "metric": "leed"}], "evals")
+    notes: list[str] = []
+    load_tasks([{**TASK, "metric_names": ["leed", "lead"]}], "evals", notes=notes)
+    assert any("leed is not computed" in note and note.endswith("bpb, lead") for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +195,16 @@ def test_an_unknown_name_is_answered_with_those_of_companions_too(given, refused
 def test_one_callback_by_both_names_is_refused():
     with pytest.raises(ConfigError, match=r"^callbacks: .* are the same; keep one of them$"):
         load(callbacks={"heartbeat": {}, "python:tiny.callbacks:Beat": {}})
+
+
+@pytest.mark.parametrize("block", ["callbacks", "loggers"])
+def test_one_in_extra_too_is_refused(block):
+    name, path = (
+        ("heartbeat", "python:tiny.callbacks:Beat") if block == "callbacks" else ("tail", "python:tiny.loggers:Tail")
+    )
+    for in_extra in (name, path):
+        with pytest.raises(ConfigError, match=rf"^{block}: {path} is given twice, also in {block}.extra"):
+            load(run_name="x", **{block: {name: {}, "extra": {in_extra: {}}}})
 
 
 def test_an_overlay_may_not_name_code_by_a_short_name(tmp_path):

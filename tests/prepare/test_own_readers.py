@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from llmfoundry_lite import own_code
+from llmfoundry_lite import companions, own_code
 from llmfoundry_lite.cli.data import data_append, data_join, data_prepare
+from llmfoundry_lite.companions import Companion
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.prepare.own_readers import find_readers_for, find_registered_readers
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import PrepareRequest
 from tests.helpers.launch import ROOT
@@ -157,3 +159,34 @@ def read_strictly(file, name):
     if not content.count(b"\n"):
         raise KeyError("mail")
     yield content.decode()
+
+
+@pytest.fixture
+def companion(here, monkeypatch):
+    """A companion that registers the page's reader for .mbx, and one for .txt, which is a suffix of ours."""
+    address = reader(here).partition("python:")[2]
+    readers = {".mbx": address, ".txt": address, ".eml": address}
+    monkeypatch.setattr(companions, "find_companions", lambda: [Companion(parts={"readers": readers})])
+    find_registered_readers.cache_clear()
+    yield
+    find_registered_readers.cache_clear()
+
+
+def test_a_companion_s_reader_needs_no_option_and_is_recorded(here, companion, capsys):
+    summary = run("data", None)
+    assert summary["request"]["readers"] == [reader(here)]  # and none for .eml, of which there is no file
+    output = capsys.readouterr()
+    assert f".mbx files are read by {reader(here).partition('=')[2]}, of a companion" in output.out
+    assert "readers, .txt: left out: this package has one of that name" in output.err
+
+    # The same as with the option.
+    run("data", reader(here))
+    assert "is complete" in capsys.readouterr().out
+
+
+def test_the_option_wins_over_a_companion_s_reader(companion, capsys):
+    given = f".mbx=python:{__name__}:read_strictly"
+    assert find_readers_for(["mails"], [given]) == []
+    assert find_readers_for(["nothing", "python-stdlib"], []) == []
+    assert len(find_readers_for(["mails/*.mbx"], [])) == 1
+    assert len(find_readers_for(["s3://bucket/mails"], [])) == 2  # which is not listed

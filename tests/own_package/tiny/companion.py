@@ -9,6 +9,9 @@ COMPANION = Companion(
         "schedulers": {"triangle": "tiny.schedules:Triangle"},
         "loggers": {"tail": "tiny.loggers:Tail"},
         "callbacks": {"heartbeat": "tiny.callbacks:Heartbeat"},
+        "icl_datasets": {"rhymes": "tiny.tasks:Rhymes"},
+        "metrics": {"lead": "tiny.tasks:lead"},
+        "readers": {".mbx": "tiny.readers:read_mails"},
     },
     blocks={"token_budget": "tiny.blocks:TOKEN_BUDGET"},
 )
