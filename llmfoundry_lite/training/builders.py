@@ -1,6 +1,8 @@
-"""One `build_<thing>` for each block of the YAML, and the trainer that consists of them."""
+"""One `build_<thing>` for each block of the YAML, and the trainer that consists of them.
 
-import math
+`data_builders.py` builds the loaders of data.
+"""
+
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,21 +10,18 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from composer.core import Callback, DataSpec, Evaluator
+from composer.core import Callback
 from composer.loggers import LoggerDestination
 from torch.optim import Optimizer
 
 from llmfoundry_lite import companions, devices
 from llmfoundry_lite.config.blocks import given_blocks
-from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_tasks import load_tasks, trust_code_of
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, SchedulerConfig
-from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
-from llmfoundry_lite.data.dataset import TextDataset
-from llmfoundry_lite.data.loader import build_text_loader
-from llmfoundry_lite.data.tokenizer import LazyTokenizer, load_tokenizer
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.evaluation.items import SEPARATE
 from llmfoundry_lite.evaluation.tasks import check_task
@@ -37,8 +36,9 @@ from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.ranks.exchange import user_errors_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel
-from llmfoundry_lite.training.agreement import Agreement, Meter, count_tokens
+from llmfoundry_lite.training.agreement import Agreement, Meter
 from llmfoundry_lite.training.checkpointing import Checkpointing, Start
+from llmfoundry_lite.training.data_builders import build_data, build_evaluators
 from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.launch_role import LaunchRole
@@ -461,87 +461,3 @@ def build_optimizer_of(
         return own
     build = find_builder(config.name)
     return build(groups, context)
-
-
-# ------------------------------------------------------------------------------------------------------------- data
-
-
-def build_evaluators(config: TrainConfig, layout: Layout) -> list[Evaluator]:
-    """Build Composer's evaluator for each block of validation data. Returns none if the run never evaluates.
-
-    `eval_subset_num_batches` limits the number of samples, so that the subset is the same on any number of devices. Our
-    own loader ends after that many samples itself. A user's loader (`python:`) gets `device_eval_batch_size` as its
-    `device_batch_size`, and Composer stops after as many of its batches as hold that number of samples.
-    """
-    if not config.evaluates:
-        return []
-    global_batch_size = config.eval_batch_size * layout.num_data_ranks
-    evaluators: list[Evaluator] = []
-    for key, loader in config.validation.items():
-        num_batches = -1  # all that the loader has
-        if config.eval_subset_samples is not None and loader.name != "text":
-            num_batches = math.ceil(config.eval_subset_samples / global_batch_size)
-        evaluators.append(
-            Evaluator(
-                label=data_label(key),
-                dataloader=build_data(key, loader, config, global_batch_size, layout, evaluation=True),
-                metric_names=["loss"],
-                subset_num_batches=num_batches,
-            )
-        )
-    return evaluators
-
-
-def build_data(
-    key: str,
-    loader: LoaderConfig,
-    config: TrainConfig,
-    global_batch_size: int,
-    layout: Layout,
-    *,
-    evaluation: bool = False,
-) -> DataSpec:
-    """Build this rank's data loader from a block of the YAML, wrapped as Composer takes it.
-
-    `key` names the block, such as "train_loader", for errors, and `loader` is its content. `global_batch_size` counts
-    samples over all ranks. `evaluation` says that these are validation data, which are read in order and may be limited
-    to a subset. The wrapper counts the tokens of a batch without padding. Raises UserError.
-    """
-    # A loader of the user's own.
-    if is_own(loader.name):
-        batches = call_object(
-            loader.name,
-            f"{key}.name",
-            key,
-            loader.kwargs,
-            device_batch_size=global_batch_size // layout.num_data_ranks,
-            num_workers=loader.num_workers,
-            drop_last=loader.drop_last,
-        )
-        return DataSpec(batches, get_num_tokens_in_batch=count_tokens)
-
-    # Our loader. The ranks of a tensor-parallel, context-parallel or pipeline group have one data rank, and read the
-    # same rows.
-    ranks = layout.data_ranks(this_rank().rank)
-    dataset = TextDataset(
-        loader.dataset,
-        max_seq_len=config.max_seq_len,
-        global_batch_size=global_batch_size,
-        drop_last=loader.drop_last,
-        evaluation=evaluation,
-        vocab_size=config.model.vocab_size,
-        tokenizer=LazyTokenizer(config.tokenizer.name),
-        data_rank_and_size=(ranks.rank, ranks.size),
-        max_duration=config.max_duration,
-        batch_sizes=None if evaluation else config.batch_sizes,
-        max_samples=config.eval_subset_samples if evaluation else None,
-    )
-    batches = build_text_loader(
-        dataset,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory and devices.device_type() == "cuda",
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        timeout=loader.timeout,
-    )
-    return DataSpec(batches, get_num_tokens_in_batch=count_tokens)

@@ -20,7 +20,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.training.builders import build_data
+from llmfoundry_lite.training.data_builders import build_data
 from tests.helpers.tiny import values, write_config
 
 Record = dict[str, Any]
