@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from llmfoundry_lite.checkpoint.store import open_checkpoint
+from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.mup import MupConfig
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, ParameterGroupConfig
 from llmfoundry_lite.config.optimizers import OPTIMIZERS
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.own_code import trust_code
 from llmfoundry_lite.training.mirrors import foundry_names
+from llmfoundry_lite.training.mup import build_factors
+from llmfoundry_lite.training.optimizers import OptimizerContext
 from llmfoundry_lite.training.parameter_groups import checkpoint_name, own_groups
 from tests.helpers.optimizers import build_small_optimizer
 from tests.helpers.present import needs
@@ -70,6 +75,19 @@ def test_muon_updates_each_matrix_with_the_options_of_its_group():
     shrunk = [1 - 0.1 * 0.2, 1 - 0.4 * 0.5]
     for parameter, expected in zip(parameters.values(), shrunk, strict=True):
         torch.testing.assert_close(parameter.detach(), torch.full((4, 6), expected))
+
+
+def test_muon_is_refused_for_a_matrix_that_is_not_hidden_for_mup(monkeypatch):
+    monkeypatch.setattr("llmfoundry_lite.training.mup.kind_of", lambda *_: "input")
+    model_config = ModelConfig(d_model=32, n_heads=4, n_layers=1, mup=MupConfig(base_width=16))
+    context = OptimizerContext(model=torch.nn.Module(), model_config=model_config, layout=Layout())
+    names = {"transformer.blocks.0.ffn.up.weight": 2, "transformer.wte.weight": 2}
+    factors_of = build_factors(OptimizerConfig(name="muon", lr=0.1), context, {}, names)
+    assert factors_of is not None and factors_of("transformer.wte.weight").lr == 1
+    with pytest.raises(
+        ConfigError, match=r"says that transformer\.blocks\.0\.ffn\.up\.weight is no hidden"
+    ):
+        factors_of("transformer.blocks.0.ffn.up.weight")
 
 
 def test_a_group_without_parameters_is_refused():
