@@ -68,6 +68,7 @@ PART_KEYS: Mapping[str, tuple[str, ...]] = {
     "losses": ("model.loss_fn",),
     "optimizers": ("optimizer.name",),
     "schedulers": ("scheduler.name",),
+    "tokenizers": ("tokenizer.name",),
     "dataloaders": ("train_loader.name", "eval_loader.name", "eval_loaders.*.name"),
     "callbacks": ("callbacks.*", "callbacks.extra.*"),
     "loggers": ("loggers.*", "loggers.extra.*"),

@@ -150,7 +150,7 @@ def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, lis
     try:
         # Without a load_path that is on another machine, or at a URL, the saves of this run can still be looked at.
         config_here = replace(config, load_path=None) if load_path_is_missing else config
-        start = choose_start(config_here, find_fingerprints(config.tokenizer.name))
+        start = choose_start(config_here, find_fingerprints(config.tokenizer))
         if start.is_run_folder and not start.checkpoint_name:
             raise CheckpointError(f"{folder}: no checkpoint can be read; `llmfoundry-lite checkpoint ls` says why")
     except CheckpointError as error:

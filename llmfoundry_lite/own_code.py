@@ -34,6 +34,11 @@ def trust_code(names: Iterable[str]) -> None:
     _trusted_names.update(names)
 
 
+def is_trusted(name: str) -> bool:
+    """Return whether `import_object` would import a name in this process."""
+    return name in _trusted_names
+
+
 def import_object(name: str, key: str) -> Any:
     """Import one of the user's own objects, which the key `key` of a configuration names.
 
@@ -44,7 +49,7 @@ def import_object(name: str, key: str) -> Any:
     module_name, _, attribute = name.removeprefix(PREFIX).partition(":")
     if not attribute:
         raise ConfigError(f"{key}: {name!r} given, expected python:package.module:Thing")
-    if name not in _trusted_names:
+    if not is_trusted(name):
         raise ConfigError(f"{key}: {name} is code that is not trusted here, so it is not imported")
 
     allow_working_directory_for(module_name)

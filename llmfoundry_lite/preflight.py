@@ -33,7 +33,7 @@ from llmfoundry_lite.config.schema import TrainConfig, data_label
 from llmfoundry_lite.config.wandb_init import RUN_ID, check_wandb, describe_unused_variables, init_arguments
 from llmfoundry_lite.data.index_files import find_first_index
 from llmfoundry_lite.data.rows import check_length, percent_truncated, tokens_per_sample
-from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
+from llmfoundry_lite.data.tokenizer import Tokenizer, load_configured_tokenizer
 from llmfoundry_lite.data.tokenizer_files import TOKENIZER_FILE, is_local_or_cached
 from llmfoundry_lite.errors import (
     SECOND_STEP,
@@ -48,7 +48,7 @@ from llmfoundry_lite.evaluation.tasks import check_task
 from llmfoundry_lite.files import exists, is_file, open_regular
 from llmfoundry_lite.hardware import GIB, Device
 from llmfoundry_lite.models.names import list_parameters
-from llmfoundry_lite.own_code import PREFIX, is_own
+from llmfoundry_lite.own_code import PREFIX, is_own, is_trusted
 from llmfoundry_lite.own_facts import find_module
 
 C_COMPILERS = ("gcc", "clang", "g++")
@@ -197,7 +197,8 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
     The memory needed is an estimate, and is compared with the memory that is free now on the fullest device.
     """
     name = config.tokenizer.name
-    if not is_local_or_cached(name):
+    is_missing = not is_own(name) and not is_local_or_cached(name)
+    if is_missing:
         raise ConfigError(f"{_describe_missing_tokenizer(name)}; {_fetch_advice(name)}")
 
     # Estimate how many bytes a device needs. Ranks on CPUs share the RAM, so their needs add up.
@@ -247,7 +248,8 @@ def _check_tasks(config: TrainConfig, findings: Preflight, *, must_exist: bool) 
     """
     tasks = load_tasks(config.icl_tasks, config.icl_task_folder, notes=findings.notes)
     has_tokenizer = is_local_or_cached(config.tokenizer.name)
-    if tasks and must_exist and not has_tokenizer:
+    is_missing = not has_tokenizer and not is_own(config.tokenizer.name)
+    if tasks and must_exist and is_missing:
         raise ConfigError(f"icl_tasks: need the tokenizer, and {config.tokenizer.name} is not on this machine")
 
     tokenizer: Tokenizer | None = None  # loaded once, because a large one takes a second
@@ -275,7 +277,7 @@ def _check_tasks(config: TrainConfig, findings: Preflight, *, must_exist: bool) 
             missing = task.dataset_uri if has_tokenizer else "the tokenizer"
             findings.not_checked.append(f"icl_tasks: {task.label}: whether it can be asked, without {missing}")
         elif config.evaluates:
-            tokenizer = tokenizer or load_tokenizer(config.tokenizer.name)
+            tokenizer = tokenizer or load_configured_tokenizer(config.tokenizer)
             _check_task(task, config, tokenizer)
 
 
@@ -499,7 +501,7 @@ def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) 
     _check_vocabulary(config, recorded["vocab_size"], f"the {recorded['vocab_size']} of the tokenizer that made {key}")
     if not is_local_or_cached(name):
         return
-    fingerprint = load_tokenizer(name).fingerprint
+    fingerprint = load_configured_tokenizer(config.tokenizer).fingerprint
     if fingerprint != recorded["fingerprint"]:
         raise DataError(
             f"tokenizer.name: {name} is not the tokenizer that made {key} ({fingerprint}, not "
@@ -526,12 +528,17 @@ def _check_tokenizer(config: TrainConfig, findings: Preflight, *, must_exist: bo
     needs it and `must_exist`: then it is a ConfigError too.
     """
     name = config.tokenizer.name
+    if is_own(name) and not is_trusted(name):
+        findings.not_checked.append(
+            f"tokenizer.name: {name} is code of your own, which only a launch imports and compares with data and model"
+        )
+        return
     if not is_local_or_cached(name):
         _handle_missing_tokenizer(config, findings, must_exist=must_exist)
         return
 
     # The YAML may repeat the ids of special tokens, which then must be the tokenizer's, unless a key overrides that.
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_configured_tokenizer(config.tokenizer)
     dataset = config.train_loader.dataset
     for token, configured_id, tokenizer_id in (
         ("eos", dataset.eos_token_id, tokenizer.eos_token_id),
@@ -553,6 +560,24 @@ def _check_tokenizer(config: TrainConfig, findings: Preflight, *, must_exist: bo
             f"tokenizer.name: {name} pads with its end of text, {tokenizer.eos_token}; it is learned here like any "
             "token, and LLM Foundry computes no loss on it"
         )
+
+
+def check_own_tokenizer(config: TrainConfig) -> list[str]:
+    """Check a tokenizer that is code of the user's own, once this process trusts it. `check` has left that out.
+
+    It is compared with the data sets, the model and the tasks, like any other tokenizer. Returns notes to print. Raises
+    ConfigError and DataError, also if the code builds no tokenizer.
+    """
+    findings = Preflight()
+    _check_tokenizer(config, findings, must_exist=True)
+
+    # `check` has these findings already.
+    known_findings = Preflight()
+    for key, loader in config.loaders.items():
+        if loader.name == "text":
+            _check_data(key, loader, config, known_findings, must_exist=True)
+    _check_tasks(config, known_findings, must_exist=True)
+    return findings.notes
 
 
 def _handle_missing_tokenizer(config: TrainConfig, findings: Preflight, *, must_exist: bool) -> None:

@@ -152,7 +152,7 @@ def run_part(
             result.lines.append(line)
 
     os.chdir(folder)
-    trust_code(request.reader_of_suffix.values())  # the driver has imported them before
+    trust_code(request.own_code)  # the driver has imported them before
     try:
         prepare_part(
             request, out, part, num_workers=1, max_lost_text=max_lost_text, notify=add_warning, scratch=scratch

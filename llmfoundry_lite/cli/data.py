@@ -87,7 +87,10 @@ def show_status(out: str | None) -> None:
 def data_prepare(
     out: Annotated[str, typer.Option(help="Folder or s3:// URL for train, val, tokenizer and summary.json.")],
     tokenizer: Annotated[
-        str, typer.Option(help="A Hub name or a folder, or train:32768 to train one with 32,768 tokens.")
+        str,
+        typer.Option(
+            help="A Hub name or a folder, train:32768 to train one with 32,768 tokens, or your own: python:mine:build."
+        ),
     ],
     max_seq_len: Annotated[int, typer.Option(help="Tokens per sample, such as 2048.")],
     sources: Annotated[
@@ -160,6 +163,7 @@ def data_prepare(
     if text_key:
         text_keys = text_key[0] if len(text_key) == 1 else tuple(text_key)
     all_sources = (*(source or ()), *(sources or ()))
+    trust_code([tokenizer])  # code that it may name is the user's
     request = PrepareRequest(
         sources=all_sources,
         tokenizer=tokenizer,

@@ -26,7 +26,6 @@ from llmfoundry_lite.config.fields import (
     validator,
 )
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.own_code import is_own
 
 HASHES = (
     "md5 sha1 sha224 sha256 sha384 sha512 sha3_224 sha3_256 sha3_384 sha3_512 blake2b blake2s "
@@ -83,16 +82,12 @@ class TokenizerConfig:
 
     name: str = setting(
         REQUIRED,
-        not_empty("a local folder or a name on the Hub"),
-        validator(
-            "a local folder or a name on the Hub; to use a tokenizer that your code builds, write it into a folder "
-            "with its save_pretrained",
-            lambda value: not is_own(value),
-        ),
+        not_empty("a local folder, a name on the Hub, or python:package.module:Thing"),
         is_path_or_url=True,
     )
     kwargs: dict[str, Any] = setting(dict)
-    """LLM Foundry's options. Only model_max_length is used: it is checked against max_seq_len."""
+    """Arguments of a tokenizer that is code of the user's own; otherwise LLM Foundry's options, of which only
+    model_max_length is used. It is checked against max_seq_len in any case."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

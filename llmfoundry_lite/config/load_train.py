@@ -34,6 +34,7 @@ from llmfoundry_lite.config.part_names import spell_out_names
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.surprises import find_surprises
 from llmfoundry_lite.errors import ConfigError, join_with_or
+from llmfoundry_lite.own_code import is_own
 
 FOLDERS_WITH_RUN_NAME = (
     *("run_folder", "save_folder", "save_fallback", "load_path", "loggers.tensorboard.log_dir"),
@@ -142,6 +143,8 @@ def load_train_config(
     collect_own_arguments(values)
     config = build_block(TrainConfig, values, "", layers)
     with naming_source(layers):
+        if is_own(config.tokenizer.name):
+            check_import_path("tokenizer.name", config.tokenizer.name)
         for import_path in config.callbacks.extra:
             check_import_path("callbacks", import_path)
         for import_path in config.loggers.extra:

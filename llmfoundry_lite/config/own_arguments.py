@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry_lite.config.data_schema import OF_THE_MODEL, LoaderConfig
+from llmfoundry_lite.config.data_schema import OF_THE_MODEL, LoaderConfig, TokenizerConfig
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import ConfigLayer, find_value, source_of
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig
@@ -49,6 +49,7 @@ def find_named_parts(values: Mapping[str, Any]) -> Iterator[NamedPart]:
     # Groups of parameters go with the optimizer, because their settings are arguments of it.
     yield NamedPart("optimizer", "name", other_keys={"lr"}, schema=OptimizerConfig)
     yield NamedPart("scheduler", "name", schema=SchedulerConfig)
+    yield NamedPart("tokenizer", "name", schema=TokenizerConfig)
     yield NamedPart("model.ffn_config", "ffn_type", schema=FFNConfig)
 
     # Attention gets the whole block `model`. The arguments of norms and of the loss are in keys of their own.
@@ -207,7 +208,7 @@ def collect_part_arguments(values: dict[str, Any]) -> None:
 def collect_own_arguments(values: dict[str, Any]) -> None:
     """Move the arguments of a user's own `python:` objects into `kwargs` or `extra`, whose keys are not checked.
 
-    The objects are the optimizer, the schedule, loaders, callbacks and loggers. Changes `values` in place:
+    The objects are the optimizer, the schedule, the tokenizer, loaders, callbacks and loggers. Changes `values`:
 
         optimizer: {name: python:my.module:Sgd, lr: 0.1, nesterov: true}      # becomes
         optimizer: {name: python:my.module:Sgd, lr: 0.1, kwargs: {nesterov: true}}
@@ -230,6 +231,7 @@ def collect_own_arguments(values: dict[str, Any]) -> None:
             for group in optimizer["param_groups"]:
                 _move_keys(group, keys_of(ParameterGroupConfig))
     move_arguments(values.get("scheduler"), "name", {"name", "kwargs"})
+    move_arguments(values.get("tokenizer"), "name", {"name", "kwargs"})
     for block_key in _loader_blocks(values):
         _, loader = find_value(values, block_key)
         move_arguments(loader, "name", keys_of(LoaderConfig))

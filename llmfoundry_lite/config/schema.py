@@ -540,6 +540,7 @@ class TrainConfig:
         """Code of the user that the YAML names: dotted key and import path, `python:package.module:Thing`, of each."""
         names = [(f"model.{key}", name) for key, name in self.model.own_parts.items()]
         names += [("model.loss_fn", self.model.loss_fn)]
+        names += [("tokenizer.name", self.tokenizer.name)]
         names += [("optimizer.name", self.optimizer.name), ("scheduler.name", self.scheduler.name)]
         names += [(f"{key}.name", loader.name) for key, loader in self.loaders.items()]
         names += [("callbacks", name) for name in self.callbacks.extra]

@@ -17,6 +17,7 @@ from llmfoundry_lite.config.schedules import SCHEDULES
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.uses import note_unused_keys
+from llmfoundry_lite.own_code import is_own
 
 TOKENIZER_OPTIONS = ("model_max_length", "pad_token", "padding_side", "use_fast")
 """LLM Foundry's options that are checked, or that change no token id."""
@@ -145,7 +146,8 @@ def describe_follow_command(config: TrainConfig) -> str:
 def _find_ignored_options(config: TrainConfig) -> Iterator[Surprise]:
     """Yield options of the tokenizer that are ignored, and options of parallelism whose degree is 1."""
     for name in config.tokenizer.kwargs:
-        if name not in TOKENIZER_OPTIONS:
+        is_argument = is_own(config.tokenizer.name)
+        if name not in TOKENIZER_OPTIONS and not is_argument:
             yield f"tokenizer.kwargs.{name}", " has no effect: the tokenizer's own files decide"
     for block, text in _find_undivided(config).items():
         yield block, f": {text}"

@@ -8,6 +8,7 @@ from llmfoundry_lite.checkpoint.store import Checkpoint
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_files
 from llmfoundry_lite.data.tokenizer_files import FILES, is_local_or_cached
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.own_code import is_own
 from llmfoundry_lite.ranks.codec import shorten
 
 HOW_TO_NAME_IT = (
@@ -28,7 +29,7 @@ def find_tokenizer(
 
     Tokenizers are tried in this order: the one that the user names, the one that `config` names, if it is on this
     machine, and the copy beside the checkpoint. The first with the recorded fingerprint is returned. If no fingerprint
-    is recorded, a named tokenizer is taken unchecked, and the copy is not taken.
+    is recorded, a named tokenizer is taken unchecked, and the copy is not taken. Code that `config` names is never run.
 
     Returns None if there is no tokenizer. Raises DataError if there are only tokenizers with other fingerprints.
     """
@@ -39,7 +40,8 @@ def find_tokenizer(
 
     # Try the tokenizer that the user or the configuration names. Only the user's may be downloaded.
     name = name_by_user or name_of_tokenizer(config, location)
-    if name is not None and (name_by_user or is_local_or_cached(name)):
+    is_at_hand = name is not None and not is_own(name) and is_local_or_cached(name)
+    if name is not None and (name_by_user or is_at_hand):
         tokenizer = load_tokenizer(name)
         if fingerprint in (None, tokenizer.fingerprint):
             return tokenizer

@@ -23,9 +23,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from llmfoundry_lite import companions
+from llmfoundry_lite.config.data_schema import TokenizerConfig
+from llmfoundry_lite.data.own_tokenizer import build_own_files
 from llmfoundry_lite.data.tokenizer_bounds import check_bounds, is_panic
 from llmfoundry_lite.data.tokenizer_files import (
     CONFIG_FILE,
+    END_OF_TEXT,
     GENERATION_FILE,
     SPECIAL_TOKENS_FILE,
     TOKENIZER_FILE,
@@ -43,10 +46,6 @@ from llmfoundry_lite.data.tokenizer_files import (
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.own_code import is_own
 
-END_OF_TEXT = "<|endoftext|>"
-"""The only special token of a tokenizer that `train_tokenizer` makes. It is also GPT-2's, whose files do not name
-it."""
-
 MIN_VOCAB_SIZE = 257
 """256 byte values and the end-of-text token. With fewer ids, byte-level BPE cannot encode every document."""
 
@@ -58,21 +57,29 @@ LETTER_BEFORE_SPACE = re.compile("[A-Za-z](?= )")
 it."""
 
 
-def find_fingerprints(name: str) -> dict[str, str]:
+def find_fingerprints(config: TokenizerConfig) -> dict[str, str]:
     """Return `{"tokenizer": fingerprint}`, as checkpoints record it; empty if the tokenizer is not on this machine.
 
-    `name` is a local folder or a Hub name. The network is not used.
+    `config` is the block of a run. The network is not used.
     """
-    if not is_local_or_cached(name):
+    if not is_local_or_cached(config.name):
         return {}
-    return {"tokenizer": load_tokenizer(name).fingerprint}
+    return {"tokenizer": load_configured_tokenizer(config).fingerprint}
 
 
-def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
-    """Load a tokenizer from a local folder in Hugging Face layout, or from the Hub by name.
+def load_configured_tokenizer(config: TokenizerConfig) -> "Tokenizer":
+    """Load the tokenizer of a run, by the block of its configuration. Raises the errors of `load_tokenizer`."""
+    return load_tokenizer(config.name, config.kwargs)
 
-    A folder that exists wins over a Hub name. Raises DataError when there is no such tokenizer, when it cannot be
-    read, when the Hub cannot be reached, and when it has no end-of-text token to put between documents.
+
+def load_tokenizer(name_or_folder: str | Path, kwargs: Mapping[str, Any] | None = None) -> "Tokenizer":
+    """Load a tokenizer from a local folder in Hugging Face layout, from the Hub by name, or by code of the user's own.
+
+    A folder that exists wins over a Hub name. Code, `python:package.module:Thing`, runs only if this process trusts it,
+    with the arguments `kwargs`, which other tokenizers do not get.
+
+    Raises DataError when there is no such tokenizer, when it cannot be read, when the Hub cannot be reached, and when
+    it has no end-of-text token to put between documents; for code, also the errors of `build_own_files`.
     """
     # Read the files.
     name = str(name_or_folder)
@@ -80,10 +87,7 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
         check_has_vocabulary(Path(name))
         files = read_folder(Path(name))
     elif is_own(name):
-        raise DataError(
-            f"tokenizer {name} is code, expected a folder or a Hub name; write the tokenizer that it builds into a "
-            f"folder with its save_pretrained, which needs a {TOKENIZER_FILE}"
-        )
+        files = build_own_files(name, kwargs or {})
     elif looks_like_a_path(name):
         raise DataError(f"tokenizer folder {name} does not exist; give a folder with a {TOKENIZER_FILE}, or a Hub name")
     else:
@@ -335,9 +339,9 @@ class Tokenizer:
 class LazyTokenizer:
     """Tokenizer that is loaded when it first encodes a text, because shards of token ids do not need it."""
 
-    def __init__(self, name: str):
-        """Take a local folder or a Hub name, as for `load_tokenizer`."""
-        self.name = name
+    def __init__(self, config: TokenizerConfig):
+        """Take the block of a run's configuration, as for `load_configured_tokenizer`."""
+        self.config = config
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text. The first call loads the tokenizer, and raises DataError if that fails."""
@@ -346,7 +350,7 @@ class LazyTokenizer:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, loaded at the first access."""
-        return load_tokenizer(self.name)
+        return load_configured_tokenizer(self.config)
 
 
 def build_tokenizer(

@@ -13,7 +13,11 @@ from typing import Any
 
 from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES, read_at_most
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.own_code import is_own, is_trusted
 
+END_OF_TEXT = "<|endoftext|>"
+"""The only special token of a tokenizer that `tokenizer.train_tokenizer` makes. It is also GPT-2's, whose files do not
+name it."""
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
@@ -222,9 +226,14 @@ def has_vocabulary(folder: Path) -> bool:
 
 
 def is_local_or_cached(name: str | Path) -> bool:
-    """Return whether `load_tokenizer(name)` would find the tokenizer without the network. Does not use the network."""
+    """Return whether `load_tokenizer(name)` would find the tokenizer without the network. Does not use the network.
+
+    Code of the user's own counts if this process trusts it.
+    """
     if os.path.isdir(name):  # false, and no error, for a name that is too long for a file system
         return (Path(name) / TOKENIZER_FILE).is_file()
+    if is_own(name):
+        return is_trusted(str(name))
     if looks_like_a_path(str(name)):
         return False
     cached_file = cached_files(str(name))[TOKENIZER_FILE]

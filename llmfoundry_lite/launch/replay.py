@@ -12,13 +12,14 @@ The run's own files are never changed.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.manifest_json import encode_record
+from llmfoundry_lite.checkpoint.paths import read_tokenizer
 from llmfoundry_lite.checkpoint.run_log import Record, number_of, read_lines
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.config.blocks import find_blocks
@@ -31,11 +32,13 @@ from llmfoundry_lite.config.replayed import as_given, select_recorded
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, with_keys
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.convert.checkpoint_model import read_model
+from llmfoundry_lite.convert.tokenizer import name_of_tokenizer
 from llmfoundry_lite.data.recorded import DataLocations, find_data_locations
-from llmfoundry_lite.data.tokenizer import load_tokenizer
-from llmfoundry_lite.data.tokenizer_files import is_local_or_cached
+from llmfoundry_lite.data.tokenizer import load_configured_tokenizer
+from llmfoundry_lite.data.tokenizer_files import FILES, is_local_or_cached
 from llmfoundry_lite.errors import ConfigError, DataError, UserError, join_with_or
 from llmfoundry_lite.models.names import list_parameters
+from llmfoundry_lite.own_code import is_own
 from llmfoundry_lite.report.log import LOSS
 from llmfoundry_lite.report.reading import METRICS, OBJECT_STORES, Run, explain_unopened_folder, read_recorded
 
@@ -87,6 +90,9 @@ class ReplayPlan:
     """On which devices, and with how many ranks, the run trained these batches."""
     records: dict[int, Record]
     """Batch -> its record in the run's log."""
+    tokenizer_files: Mapping[str, bytes]
+    """Files of the tokenizer beside the checkpoints, by name, if the run names code for it; otherwise empty. A replay
+    takes them, and does not run that code."""
     digests: dict[int, str]
     """Batch -> digest of the state after it, from a manifest or from the log."""
 
@@ -171,6 +177,10 @@ def plan_replay(
     if not isinstance(config, dict):
         raise DataError(f"{location}: the run's configuration is missing")
     start_checkpoints = [] if start is None else [start]
+    tokenizer_files: dict[str, bytes] = {}
+    if is_own(name_of_tokenizer(config, location)):
+        for checkpoint in [*later_checkpoints, *start_checkpoints][:1]:
+            tokenizer_files = read_tokenizer(checkpoint, FILES)
     for checkpoint in later_checkpoints or start_checkpoints:
         # Raises for a configuration of a larger model than the checkpoint's tensors belong to, before ranks build it.
         read_model(checkpoint, trusts_code=trusts_code)
@@ -181,6 +191,7 @@ def plan_replay(
         start=start,
         first_batch=first_batch,
         last_batch=last_state,
+        tokenizer_files=tokenizer_files,
         segments=_find_segments(run, later_checkpoints, first_batch, last_state),
         records={batch: all_records[batch] for batch in range(first_batch, last_state + 1)},
         digests=_collect_state_digests(all_records.values(), [*later_checkpoints, *start_checkpoints]),
@@ -283,11 +294,14 @@ def write_replay(
     for layer in read_layers(changes, for_training=False):
         given_keys += leaf_keys(layer.values)
     replay_values = _values_of_replay(plan, folder, given_keys)
-    values = select_recorded(plan.config, given_keys, trusts_code=trusts_code)
+    folder.mkdir(parents=True)
+    recorded = dict(plan.config)
+    if plan.tokenizer_files:
+        recorded["tokenizer"] = {"name": _write_tokenizer(plan, folder.with_name("tokenizer"))}
+    values = select_recorded(recorded, given_keys, trusts_code=trusts_code)
     values |= _layout_for(plan, values, num_ranks)
 
     # Load them with the user's changes, as a training launch would, and compare the result with the run.
-    folder.mkdir(parents=True)
     recorded_yaml = folder / "recorded.yaml"
     recorded_yaml.write_text(dump_record(values, keep_variables=False), encoding="utf-8")
     try:
@@ -318,6 +332,14 @@ def write_replay(
     path = folder / "replay.yaml"
     path.write_text(dump_record(as_given(values | replay_values), keep_variables=False), encoding="utf-8")
     return str(path)
+
+
+def _write_tokenizer(plan: ReplayPlan, folder: Path) -> str:
+    """Write the tokenizer of a run whose own code has built it into a new folder. Returns the folder's path."""
+    folder.mkdir()
+    for name, content in plan.tokenizer_files.items():
+        (folder / name).write_bytes(content)
+    return str(folder)
 
 
 def _values_of_replay(plan: ReplayPlan, folder: Path, given_keys: Sequence[str]) -> dict[str, Any]:
@@ -428,7 +450,7 @@ def _check_tokenizer(plan: ReplayPlan, config: TrainConfig) -> None:
     recorded = None if plan.start is None else plan.start.manifest.fingerprints.get("tokenizer")
     if not recorded or not is_local_or_cached(name):
         return
-    fingerprint = load_tokenizer(name).fingerprint
+    fingerprint = load_configured_tokenizer(config.tokenizer).fingerprint
     if fingerprint != recorded:
         raise ConfigError(
             f"replay: {name} is not the run's tokenizer ({fingerprint} here, {recorded} there); give the one that it "

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.own_code import is_own
 
 TRAIN_PREFIX = "train:"
 CONCAT = "concat"
@@ -39,7 +40,7 @@ class PrepareRequest:
     sources: tuple[str, ...]
     """`python-stdlib`, `hf:NAME[:CONFIG]`, or files, folders and globs, also by URLs; see `sources.open_source`."""
     tokenizer: str
-    """A local folder, a Hub name, or `train:VOCAB_SIZE`."""
+    """A local folder, a Hub name, `train:VOCAB_SIZE`, or code of the user's own, `python:package.module:Thing`."""
     max_seq_len: int
     """Tokens in a sample."""
     text_key: str | tuple[str, ...] = "text"
@@ -115,6 +116,12 @@ class PrepareRequest:
     def reader_of_suffix(self) -> dict[str, str]:
         """Suffix of a file, such as `.xml` -> import path of the user's own reader for it."""
         return dict(reader.split("=", 1) for reader in self.readers)
+
+    @property
+    def own_code(self) -> list[str]:
+        """Import paths of the user's own readers and tokenizer."""
+        names = [*self.reader_of_suffix.values(), self.tokenizer]
+        return [name for name in names if is_own(name)]
 
 
 def check_encoding(encoding: str) -> None:

@@ -13,7 +13,7 @@ from llmfoundry_lite.checkpoint.paths import put_tokenizer
 from llmfoundry_lite.checkpoint.store import Candidate, CheckpointStore
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.data.tokenizer import load_configured_tokenizer
 from llmfoundry_lite.errors import CheckpointError, UserError
 
 
@@ -60,7 +60,7 @@ class AfterSave:
         if place_url in self._urls_with_tokenizer or not self.has_tokenizer:
             return
         try:
-            put_tokenizer(place_url, load_tokenizer(self.config.tokenizer.name).files())
+            put_tokenizer(place_url, load_configured_tokenizer(self.config.tokenizer).files())
             self._urls_with_tokenizer.add(place_url)
         except (OSError, UserError) as error:
             self.print_line(f"the tokenizer was not copied beside the checkpoints: {error}")

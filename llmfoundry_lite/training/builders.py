@@ -21,7 +21,7 @@ from llmfoundry_lite.config.load_tasks import load_tasks, trust_code_of
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.optimizer_schema import OptimizerConfig, SchedulerConfig
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
-from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.data.tokenizer import load_configured_tokenizer
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.evaluation.items import SEPARATE
 from llmfoundry_lite.evaluation.tasks import check_task
@@ -267,7 +267,7 @@ def build_in_context(config: TrainConfig, ranks: DataRanks, model: LanguageModel
     """
     tasks = load_tasks(config.icl_tasks, config.icl_task_folder)
     trust_code_of(tasks)
-    tokenizer = load_tokenizer(config.tokenizer.name)
+    tokenizer = load_configured_tokenizer(config.tokenizer)
     with user_errors_on_all_ranks():
         for task in tasks:
             if task.own_code:
@@ -414,7 +414,7 @@ def find_separator(config: TrainConfig) -> tuple[int | None, bool]:
         return dataset.bos_token_id, True
     if dataset.eos_token_id is not None:
         return dataset.eos_token_id, False
-    return load_tokenizer(config.tokenizer.name).eos_token_id, False
+    return load_configured_tokenizer(config.tokenizer).eos_token_id, False
 
 
 def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout) -> Optimizer:

@@ -80,7 +80,7 @@ def build_data(
         drop_last=loader.drop_last,
         evaluation=evaluation,
         vocab_size=config.model.vocab_size,
-        tokenizer=LazyTokenizer(config.tokenizer.name),
+        tokenizer=LazyTokenizer(config.tokenizer),
         data_rank_and_size=(ranks.rank, ranks.size),
         max_duration=config.max_duration,
         batch_sizes=None if evaluation else config.batch_sizes,

@@ -23,10 +23,29 @@ from llmfoundry_lite.config.changes import Change, find_model_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.data.tokenizer import find_fingerprints
 from llmfoundry_lite.errors import CheckpointError, printable
-from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
+from llmfoundry_lite.own_code import is_own, trust_code
+from llmfoundry_lite.preflight import check_own_tokenizer
+from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks, user_errors_on_all_ranks
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.run_state import build_segment, find_differences
 from llmfoundry_lite.training.second_place import describe_missing_save
+
+
+def build_own_tokenizer(config: TrainConfig) -> None:
+    """Build the run's tokenizer if it is code of the user's own, and check it as other tokenizers. Collective.
+
+    The checks before torch is imported run no such code, which may import torch. Raises UserError on all ranks. Rank 0
+    prints what the checks note.
+    """
+    name = config.tokenizer.name
+    if not is_own(name):
+        return
+    trust_code([name])  # the configuration of a launch is its user's
+    with user_errors_on_all_ranks():
+        notes = check_own_tokenizer(config)
+    if dist.get_rank() == 0:
+        for note in notes:
+            print(printable(note), flush=True)
 
 
 def find_start(config: TrainConfig, *, takes_lease: bool = True) -> Start:
@@ -38,7 +57,7 @@ def find_start(config: TrainConfig, *, takes_lease: bool = True) -> Start:
     start = Start()
     with raising_on_all_ranks(CheckpointError):
         if dist.get_rank() == 0:
-            start = choose_start(config, find_fingerprints(config.tokenizer.name))
+            start = choose_start(config, find_fingerprints(config.tokenizer))
             if takes_lease:
                 store = open_run_store(config)
                 start = start._replace(dead_holder=store.wait_until_free(lease_request(config)))

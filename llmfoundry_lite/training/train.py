@@ -25,7 +25,7 @@ from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.convert.huggingface import describe_export_problem, export_model
-from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.data.tokenizer import load_configured_tokenizer
 from llmfoundry_lite.data.tokenizer_files import is_local_or_cached
 from llmfoundry_lite.errors import (
     EXIT_PREEMPTED,
@@ -61,7 +61,7 @@ from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.run_handle import RunHandle
 from llmfoundry_lite.training.save_texts import describe_preemption
 from llmfoundry_lite.training.schedule import is_evaluation_due, progress_of
-from llmfoundry_lite.training.start import find_start
+from llmfoundry_lite.training.start import build_own_tokenizer, find_start
 from llmfoundry_lite.training.trainer import ParallelTrainer
 
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
@@ -100,6 +100,7 @@ def train(config: TrainConfig, role: LaunchRole | None = None) -> None:
     try:
         # Build the run and restore it. From here on, an error may find batches that can still be saved.
         launch.role.connect()
+        build_own_tokenizer(launch.config)
         start = find_start(launch.config, takes_lease=launch.role.takes_lease_at_start)
         trainer, checkpointing = build_and_restore(launch.config, run_folder, preemption, start, launch.role)
         launch.trainer = trainer
@@ -513,7 +514,7 @@ def export_on_rank_0(
             with tempfile.TemporaryDirectory() as tokenizer_folder:
                 # Without a copy at hand, the model is exported without tokenizer rather than downloading one.
                 if is_local_or_cached(config.tokenizer.name):
-                    load_tokenizer(config.tokenizer.name).save(tokenizer_folder)
+                    load_configured_tokenizer(config.tokenizer).save(tokenizer_folder)
                 tensors = load_full_tensors(checkpoint_url)
                 note = export_model(tensors, config.model, folder, tokenizer_folder=tokenizer_folder)
         except Exception as error:

@@ -16,8 +16,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import RECORDED_IF_GIVEN, ModelConfig, as_record
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.convert.huggingface import describe_export_problem
-from llmfoundry_lite.data.tokenizer import load_tokenizer
-from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.errors import ConfigError
 from tests.helpers.tiny import tiny_config, write_config
 
 OWN_FFN = "model.ffn_config={ffn_type: 'python:mine:Ffn', depth: 2, kwargs: {rate: 0.5}}"
@@ -279,13 +278,15 @@ def test_a_loss_changes_in_no_run_and_stays_with_no_weights(tmp_path):
     assert load(tmp_path, "model.loss_fn=python:mine:Loss").own_code == [("model.loss_fn", "python:mine:Loss")]
 
 
-def test_a_tokenizer_that_is_code_is_refused_and_not_looked_for_on_the_hub(tmp_path):
-    with pytest.raises(ConfigError, match=r"tokenizer\.name: 'python:mine:T' given, .* with its save_pretrained$"):
-        load(tmp_path, "tokenizer.name=python:mine:T")
-    with pytest.raises(
-        DataError, match=r"^tokenizer python:mine:T is code, expected a folder or a Hub name; write the"
-    ):
-        load_tokenizer("python:mine:T")
+def test_a_tokenizer_gets_its_own_arguments_and_no_others(tmp_path):
+    base = write_config(tmp_path / "base.yaml", tiny_config(tmp_path / "data", tokenizer__kwargs={"use_fast": True}))
+    loaded = load_train_config([base, "tokenizer={name: 'python:mine:T', kwargs: {size: 3}, end: x}"])
+    assert loaded.config.tokenizer.kwargs == {"size": 3, "end": "x"}
+    assert ("tokenizer.name", "python:mine:T") in loaded.config.own_code
+    assert not any("has no effect" in note for note in loaded.notes)
+    assert as_dict(loaded.config)["tokenizer"] == {"name": "python:mine:T", "kwargs": {"size": 3, "end": "x"}}
+    with pytest.raises(ConfigError, match=r"tokenizer\.name: .*expected an import path, python:package\.module:Thing"):
+        load(tmp_path, "tokenizer.name=python:mine")
 
 
 def test_a_part_cannot_be_exported():

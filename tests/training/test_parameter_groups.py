@@ -84,9 +84,7 @@ def test_muon_is_refused_for_a_matrix_that_is_not_hidden_for_mup(monkeypatch):
     names = {"transformer.blocks.0.ffn.up.weight": 2, "transformer.wte.weight": 2}
     factors_of = build_factors(OptimizerConfig(name="muon", lr=0.1), context, {}, names)
     assert factors_of is not None and factors_of("transformer.wte.weight").lr == 1
-    with pytest.raises(
-        ConfigError, match=r"says that transformer\.blocks\.0\.ffn\.up\.weight is no hidden"
-    ):
+    with pytest.raises(ConfigError, match=r"says that transformer\.blocks\.0\.ffn\.up\.weight is no hidden"):
         factors_of("transformer.blocks.0.ffn.up.weight")
 
 

@@ -254,7 +254,7 @@ def replace_numbers() -> None:
     from llmfoundry_lite.training.trainer import ParallelTrainer
 
     real_count = builders.DataSpec.get_num_tokens_in_batch
-    real_load = builders.load_tokenizer
+    real_load = builders.load_configured_tokenizer
     real_iterate = ParallelTrainer._iter_dataloader
     real_agree = Agreement._agree
 
@@ -279,9 +279,9 @@ def replace_numbers() -> None:
         self.upcoming = counted._replace(**sums)
         return answer
 
-    def load_tokenizer(name: str) -> Any:
+    def load_tokenizer(config: Any) -> Any:
         """Return a tokenizer that only knows the token that ends documents, if the real one is not on this machine."""
-        return real_load(name) if is_local_or_cached(name) else SimpleNamespace(eos_token_id=0)
+        return real_load(config) if is_local_or_cached(config.name) else SimpleNamespace(eos_token_id=0)
 
     def iterate(self: Any, trainer_mode: Any) -> Any:
         """End after the number of batches that the host knows; the real loop ends by a number on the device."""
@@ -290,7 +290,7 @@ def replace_numbers() -> None:
 
     replace_attributes(ParallelTrainer, _iter_dataloader=iterate)
     replace_attributes(Agreement, _agree=agree)
-    replace_attributes(builders, load_tokenizer=load_tokenizer)
+    replace_attributes(builders, load_configured_tokenizer=load_tokenizer)
     replace_attributes(
         gradient_step,
         measure=with_plausible_result(gradient_step.measure),
