@@ -248,12 +248,12 @@ def replace_stage_votes() -> None:
 
 def replace_numbers() -> None:
     """Replace numbers that the host reads from the device, where nothing is computed. Each read is still made."""
-    from llmfoundry_lite.training import builders, gradient_step
+    from llmfoundry_lite.training import builders, data_builders, gradient_step
     from llmfoundry_lite.training.agreement import Agreement
     from llmfoundry_lite.training.gradient_step import Measured
     from llmfoundry_lite.training.trainer import ParallelTrainer
 
-    real_count = builders.DataSpec.get_num_tokens_in_batch
+    real_count = data_builders.DataSpec.get_num_tokens_in_batch
     real_load = builders.load_configured_tokenizer
     real_iterate = ParallelTrainer._iter_dataloader
     real_agree = Agreement._agree
@@ -296,7 +296,7 @@ def replace_numbers() -> None:
         measure=with_plausible_result(gradient_step.measure),
         measure_exactly=with_plausible_result(gradient_step.measure_exactly),
     )
-    replace_attributes(builders.DataSpec, get_num_tokens_in_batch=count_tokens)
+    replace_attributes(data_builders.DataSpec, get_num_tokens_in_batch=count_tokens)
 
 
 def exit_with_parent(parent: int, folder: str) -> None:
