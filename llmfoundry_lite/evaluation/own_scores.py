@@ -4,6 +4,7 @@
 the page for users.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ class Outcome:
     """An item that a model has answered, as code of the user's own gets it."""
 
     row: Mapping[str, Any]
-    """The row of the task's file."""
+    """A copy of the row of the task's file."""
     question: Question
     log_probabilities: Sequence[float]
     """Log-probability of each option's answer after its context, in nats. If the model generates its answer, that of
@@ -69,7 +70,7 @@ def score_by_own_code(
     config = task.config
     place = f"{config.label}: row {item.index + 1}"
     outcome = Outcome(
-        row=item.row,
+        row=copy.deepcopy(item.row),  # own code may change it, and other items have the same row as an example
         question=read_question(config, item.row),
         log_probabilities=tuple(record.get("log_probability", ())),
         num_tokens=tuple(record.get("num_tokens", ())),

@@ -5,6 +5,7 @@
 returns. `prompts.py` renders a question with its examples and delimiters.
 """
 
+import copy
 import functools
 import importlib
 import string
@@ -64,8 +65,12 @@ class QuestionType(Protocol):
 
 
 def read_question(config: TaskConfig, row: Mapping[str, Any]) -> Question:
-    """Return the question in a row of a task's file."""
-    return build_question_type(config).read(row)
+    """Return the question in a row of a task's file.
+
+    A user's own type gets a copy of the row, so that code that changes it changes no other question.
+    """
+    own_row = copy.deepcopy(row) if is_own(config.icl_task_type) else row
+    return build_question_type(config).read(own_row)
 
 
 def answer_of(config: TaskConfig) -> Answer:

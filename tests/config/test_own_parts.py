@@ -208,6 +208,33 @@ def test_settings_of_the_part_that_is_named_again_are_kept(tmp_path):
     assert " is not given weight_decay, gate, which" in note
 
 
+@pytest.mark.parametrize(
+    ("block", "named", "key", "nearest"),
+    [
+        ("optimizer", {"name": "adamw", "lr": 0.1}, "param_gruops", "param_groups"),
+        ("scheduler", {**COSINE}, "t_wramup", "t_warmup"),
+        ("model.ffn_config", {"ffn_type": "mptmlp"}, "ffn_act_fnn", "ffn_act_fn"),
+        ("model.attn_config", {"attn_type": "multihead_attention"}, "attn_pdrp", "attn_pdrop"),
+    ],
+)
+def test_a_misspelt_key_of_ours_is_refused_also_beside_an_own_part(tmp_path, block, named, key, nearest):
+    """A later file names a part of the user's own, which is given none of the keys of the other one."""
+    path = write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data"))
+    name_key = next(iter(named))
+
+    def load(key):
+        values = {**named, key: 1}
+        for name in reversed(block.split(".")):
+            values = {name: values}
+        base = write_config(tmp_path / "base.yaml", values)
+        return load_train_config([path, base, f"{block}.{name_key}=python:mine:P"])
+
+    with pytest.raises(ConfigError) as caught:
+        load(key)
+    assert str(caught.value).endswith(f"base.yaml: {block}.{key}: unknown key; did you mean {block}.{nearest}?")
+    assert any("is not given" in note and "zzz" in note for note in load("zzz").notes)
+
+
 def test_arguments_that_are_a_reference_belong_to_the_file_that_has_it(tmp_path):
     layers = [
         tiny_config(tmp_path / "data", optimizer=MUON, variables={"mine": {"rate": 2}}),

@@ -94,6 +94,17 @@ class Pairs(Sums):
         return Question(contexts=columns, answers=["b"], text=row["pair"])
 
 
+class Careless(Sums):
+    """Changes the rows that it gets."""
+
+    def read(self, row: Any) -> Question:
+        return super().read({"ask": row.pop("ask"), "sum": row.pop("sum")})
+
+    def score(self, outcome: Any) -> dict[str, float]:
+        outcome.row.clear()
+        return {"acc": 0.0}
+
+
 def surprise(outcome: Any) -> float:
     return outcome.metrics["bpb"]
 
@@ -181,6 +192,11 @@ def test_the_example_of_the_page_is_evaluated_resumed_and_compared_without_its_c
     leads = [row for row in comparison.other_metrics if row.metric == metric]
     assert len(leads) == 2 and leads[0].wins + leads[0].losses + leads[0].ties == 24
     assert any(f"scored by {kind}, {metric}, code of its user's own" in note for note in comparison.notes)
+
+
+def test_code_that_changes_its_row_changes_no_other_question(here):
+    results = ask(task("Careless", max_new_tokens=1, num_fewshot=[2]))
+    assert results.tasks["t/2-shot"]["n"] == len(SUMS)
 
 
 def test_generated_answers_are_graded_by_the_users_own_code(here):

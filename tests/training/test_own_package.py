@@ -1,5 +1,6 @@
 """The example package of docs/own-parts.md: installed, found by its entry point, and trained with by short names."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -114,3 +115,48 @@ def test_a_wrong_value_is_a_line(folder, setting, message):
 
 def test_a_dry_run_describes_the_block(folder):
     assert "token budget  960 tokens" in train(folder, "dry", "--dry-run")
+
+
+RHYMES = [
+    ["the cat sat on a", ["mat", "hill"]],
+    ["see the hill in a", ["mill", "mat"]],
+    ["the sun and a", ["run", "cat"]],
+]
+TASK = {
+    "label": "rhymes",
+    "icl_task_type": "rhymes",
+    "dataset_uri": "rhymes.jsonl",
+    "least_lead": 0.5,
+    "metric_names": ["lead"],
+    "metric_kwargs": {"lead": {"per_token": True}},
+}
+
+
+def test_its_reader_task_and_metric_are_used_by_short_names(folder):
+    """Data are prepared from mails, a run trains on them and evaluates the task, and so does an evaluation."""
+    program = (sys.executable, "-m", "llmfoundry_lite.cli.main")
+    (folder / "mails").mkdir()
+    for number in range(4):
+        mails = [f"From: ann\n\nthe cat sat on mat {100 * number + i} and ran\x1e" for i in range(100)]
+        (folder / f"mails/{number}.mbx").write_text("".join(mails))
+    rows = [{"line": line, "words": words, "rhyme": words[0]} for line, words in RHYMES * 6]
+    (folder / "rhymes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    options = ("--tokenizer", "train:300", "--max-seq-len", "32", "--num-workers", "2", "--val-fraction", "0.2")
+    output = call(folder, *program, "data", "prepare", "mails", "--out", "mail-data", *options)
+    assert ".mbx files are read by python:tiny.readers:read_mails" in output
+    request = json.loads((folder / "mail-data/summary.json").read_text())["request"]
+    assert request["readers"] == [".mbx=python:tiny.readers:read_mails"]
+
+    settings = {"max_duration": "2ba", "eval_interval": "2ba", "icl_tasks": [TASK], "model__vocab_size": 384}
+    config = tiny_config(folder / "mail-data", run_name="mails", **settings)
+    config["tokenizer"] = {"name": str(folder / "mail-data/tokenizer")}
+    output = call(folder, *program, "train", write_config(folder / "mails.yaml", config))
+    assert "icl_tasks[0].icl_task_type: rhymes is python:tiny.tasks:Rhymes" in output
+    assert "python:tiny.tasks:lead" in (folder / "runs/mails/config.yaml").read_text()
+
+    evaluated = [f"models.{name}=runs/mails" for name in ("first", "second")]
+    call(folder, *program, "eval", f"icl_tasks={json.dumps([TASK])}", "suite=s", *evaluated)
+    results = [f"results/s/{name}.json" for name in ("first", "second")]
+    compared = call(folder, *program, "compare", *results, has_package=False)
+    assert "scored by python:tiny.tasks:Rhymes, python:tiny.tasks:lead" in compared
