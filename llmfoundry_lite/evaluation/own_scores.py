@@ -89,7 +89,7 @@ def score_by_own_code(
             numbers[name] = _checked_number(value, name, config.icl_task_type, place)
 
     for name in config.own_metrics:
-        seen = replace(outcome, metrics={**outcome.metrics, **numbers})
+        seen = replace(outcome, row=copy.deepcopy(item.row), metrics={**outcome.metrics, **numbers})
         key = f"{config.label}: metric_names"
         value = call_object(name, key, f"{config.label}: metric_kwargs", config.metric_kwargs.get(name, {}), seen)
         numbers[name] = _checked_number(value, name, name, place)

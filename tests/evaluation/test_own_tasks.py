@@ -105,6 +105,10 @@ class Careless(Sums):
         return {"acc": 0.0}
 
 
+def right_sum(outcome: Any) -> float:
+    return outcome.row["sum"]
+
+
 def surprise(outcome: Any) -> float:
     return outcome.metrics["bpb"]
 
@@ -195,7 +199,7 @@ def test_the_example_of_the_page_is_evaluated_resumed_and_compared_without_its_c
 
 
 def test_code_that_changes_its_row_changes_no_other_question(here):
-    results = ask(task("Careless", max_new_tokens=1, num_fewshot=[2]))
+    results = ask(task("Careless", max_new_tokens=1, num_fewshot=[2], metric_names=[f"{HERE}:right_sum"]))
     assert results.tasks["t/2-shot"]["n"] == len(SUMS)
 
 
