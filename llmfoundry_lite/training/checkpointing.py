@@ -263,7 +263,8 @@ class Checkpointing(Callback):
     # ------------------------------------------------------------------------------------------ between two batches
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Drop the energy that was used before the first batch."""
+        """Check the states of the user's own callbacks, and drop the energy that was used before the first batch."""
+        self.run_state.check_callbacks()
         self.agreement.meter.take()
 
     def batch_end(self, state: State, logger: Logger) -> None:

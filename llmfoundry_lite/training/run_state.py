@@ -25,6 +25,7 @@ from llmfoundry_lite.config.scalars import FromEnvironment
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.errors import is_secret_name
+from llmfoundry_lite.ranks.codec import encode_value
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.gradient_step import GradientStep
@@ -97,6 +98,14 @@ class RunState:
         if self.gradient_step.scaler is not None and scalars["loss_scaler"] is not None:
             self.gradient_step.scaler.load_state_dict(scalars["loss_scaler"])
         self._restore_callbacks(scalars["callbacks"])
+
+    def check_callbacks(self) -> None:
+        """Raise CheckpointError if a callback has a state that no checkpoint can hold, such as a tensor.
+
+        Call it before the first batch. Otherwise the first save would find it, and the batches before it would be lost.
+        """
+        for name, callback in self.callbacks.items():
+            encode_value(callback.state_dict(), f"scalars.callbacks.{name}")
 
     def _restore_callbacks(self, saved_states: dict[str, Any]) -> None:
         """Give each callback the state that a checkpoint has of it, and print a note for states that nobody takes.

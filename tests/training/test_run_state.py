@@ -7,10 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 from composer.core import Callback, Timestamp
 
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.data.dataset import TextDataset
+from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.training import run_state
 from llmfoundry_lite.training.gradient_step import LossScaler
 from llmfoundry_lite.training.run_state import RunState, _collect_data_state, find_differences
@@ -96,6 +99,23 @@ def test_the_state_of_a_callback_is_found_by_the_name_of_an_earlier_release_and_
         RunState(config, step, callbacks={"package:Counter": counter}).restore({**saved, "callbacks": states}, state)
         written = capsys.readouterr().err
         assert counter.count == count and told in written and bool(written) == bool(told)
+
+
+class Average(Callback):
+    def __init__(self, value: Any):
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+
+def test_a_callback_s_state_that_no_checkpoint_holds_is_refused():
+    sound: Any = RunState(*[SimpleNamespace()] * 2, callbacks={"mine:Average": Average([1.5, (None, b"a")])})
+    sound.check_callbacks()
+    unsound: Any = RunState(*[SimpleNamespace()] * 2, callbacks={"mine:Average": Average(torch.ones(1))})
+    message = r"^scalars.callbacks.mine:Average.value: torch.Tensor given, expected None, bool, int, float, str, bytes"
+    with pytest.raises(CheckpointError, match=message):
+        unsound.check_callbacks()
 
 
 def test_a_save_keeps_the_wandb_id_of_a_folder_that_refuses_access(tmp_path, monkeypatch):
