@@ -51,9 +51,9 @@ def load_tasks(
         - {label: arc_easy, num_fewshot: [5]}       # the task of that name, with another number of examples
         - {label: mine, icl_task_type: multiple_choice, dataset_uri: mine.jsonl}
 
-    A single name or file need not be in a list. `layers` are the files that the entries come from, for errors. Lines
-    are added to `notes` for metrics that are not computed, and for keys without effect. `form` is that of
-    multiple-choice tasks that do not set their own.
+    A single name or file need not be in a list. An entry may also be a loaded task, which is used as it is. `layers`
+    are the files that the entries come from, for errors. Lines are added to `notes` for metrics that are not computed,
+    and for keys without effect. `form` is that of multiple-choice tasks that do not set their own.
 
     Raises ConfigError for tasks that do not exist, that are not valid, or that are listed twice.
     """
@@ -144,7 +144,7 @@ def list_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
     if values.get("icl_tasks"):
         return ConfigLayer(folder, {})
 
-    paths = find_available_tasks(folder)
+    tasks = find_available_tasks(folder)
     # A perplexity task for the held-out text of each run. Two runs may have the same data.
     models = values["models"].values() if isinstance(values["models"], dict) else ()
     text_by_model = [find_held_out_text(str(model)) for model in models]
@@ -152,28 +152,27 @@ def list_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
     text_tasks: list[dict[str, str]] = []
     for path in text_paths:
         text_tasks.append({"label": _label_of(path), "icl_task_type": TEXT, "dataset_uri": path})
-    if not (paths or text_tasks):
+    if not (tasks or text_tasks):
         raise ConfigError(
             f"command line: no YAML file given, and the data of every task in {folder}/ is missing; in a clone, "
             "`python scripts/fetch_tasks.py` fetches the public ones, `python scripts/make_tasks.py` makes our own"
         )
-    return ConfigLayer(folder, {"icl_tasks": [*text_tasks, *paths]})
+    return ConfigLayer(folder, {"icl_tasks": [*text_tasks, *tasks]})
 
 
-def find_available_tasks(task_folder: str) -> list[str]:
-    """Return the paths of the tasks in a folder whose data is on this machine.
+def find_available_tasks(task_folder: str) -> list[TaskConfig]:
+    """Return the tasks in a folder whose data is on this machine. A file is left out unless all of its tasks are there.
 
     Tasks that name code are left out, because the folder may be somebody else's. A user who names such a task runs it.
-    The result has paths, so that the file that was checked is the one that is loaded: the stem of `mine.yaml.yaml` is
-    the path of another file.
+    The result has the loaded tasks, which `load_tasks` takes as entries, so that what was checked is what is used.
     """
-    paths = []
+    tasks: list[TaskConfig] = []
     for path in sorted(find_task_folder(task_folder).glob("*.yaml")):
         tasks_of_file = load_tasks([str(path)], task_folder)
         names_code = any(task.own_code for task in tasks_of_file)
         if not names_code and all(exists(task.dataset_uri) for task in tasks_of_file):
-            paths.append(str(path))
-    return paths
+            tasks += tasks_of_file
+    return tasks
 
 
 def _label_of(path: str) -> str:
@@ -216,6 +215,10 @@ def _load_entries(
     tasks: list[TaskConfig] = []
     for index, entry in enumerate(entries):
         path = f"icl_tasks[{index}]"
+        if isinstance(entry, TaskConfig):
+            tasks.append(entry)
+            _collect_unknown_metrics(entry, unknown_metrics)
+            continue
         if isinstance(entry, str):
             tasks += _load_task_file(entry, task_folder, unknown_metrics, short_names)
             continue
@@ -238,14 +241,15 @@ def _load_entries(
         for import_path, written in replaced.items():
             short_names[import_path] = f"icl_tasks: {task.label}: {written.partition('.')[2]}"
 
-        # LLM Foundry's metrics are ignored. The user is told of those that are not computed anyway.
-        metric_names = entry.get("metric_names") or []
-        if isinstance(metric_names, str):
-            metric_names = [metric_names]
-        for metric_name in metric_names:
-            if metric_name not in THEIR_METRICS and not is_own(metric_name):
-                unknown_metrics.setdefault(str(metric_name), []).append(task.label)
+        _collect_unknown_metrics(task, unknown_metrics)
     return tasks
+
+
+def _collect_unknown_metrics(task: TaskConfig, unknown_metrics: dict[str, list[str]]) -> None:
+    """Add the label of a task to each metric that it asks for and that is not computed. Others are computed anyway."""
+    for metric_name in task.metric_names:
+        if metric_name not in THEIR_METRICS and not is_own(metric_name):
+            unknown_metrics.setdefault(metric_name, []).append(task.label)
 
 
 def _load_task_file(

@@ -10,7 +10,7 @@ from llmfoundry_lite.config import part_names
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.fields import keys_of, schema_keys, settings_along
-from llmfoundry_lite.config.load_tasks import find_available_tasks, load_tasks
+from llmfoundry_lite.config.load_tasks import find_available_tasks, list_available_tasks, load_tasks
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.replayed import select_recorded
@@ -163,6 +163,19 @@ def test_a_task_in_a_found_folder_that_has_a_short_name_is_left_out(tmp_path):
     (tmp_path / "r.jsonl").write_text("{}\n")
     (tmp_path / "r.yaml").write_text(json.dumps({**TASK, "dataset_uri": str(tmp_path / "r.jsonl")}))
     assert find_available_tasks(str(tmp_path)) == []
+
+
+def test_a_file_of_a_found_task_is_read_once(tmp_path):
+    """What was checked is what is used, also if somebody writes another task into the file meanwhile."""
+    (tmp_path / "r.jsonl").write_text("{}\n")
+    ours = {"label": "r", "icl_task_type": "schema", "dataset_uri": str(tmp_path / "r.jsonl"), "metric_names": ["x"]}
+    (tmp_path / "r.yaml").write_text(json.dumps(ours))
+    layer = list_available_tasks({"task_folder": str(tmp_path), "models": {}})
+    (tmp_path / "r.yaml").write_text(json.dumps({**TASK, "dataset_uri": str(tmp_path / "r.jsonl")}))
+    notes: list[str] = []
+    (task,) = load_tasks(layer.values["icl_tasks"], str(tmp_path), notes=notes)
+    assert task.icl_task_type == "schema" and not task.own_code
+    assert "x is not computed (r)" in notes[0]
 
 
 def test_an_unknown_type_or_metric_is_answered_with_those_of_companions():
