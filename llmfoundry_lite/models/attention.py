@@ -42,6 +42,7 @@ from llmfoundry_lite.models.flex_attention import (
     document_block_mask,
     raise_recompile_limit,
 )
+from llmfoundry_lite.models.own_parts import check_output
 from llmfoundry_lite.own_code import import_object, is_own
 
 # ------------------------------------------------------------------------------------------- which implementation
@@ -445,7 +446,7 @@ class OwnAttention(Protocol):
         training: bool,
         needs_weights: bool,
     ) -> Any:
-        """Compute attention. Returns [b, t, h*k], or a tuple that begins with it.
+        """Compute attention. Returns [b, t, h*k] in the dtype of `query`, or a tuple that begins with it.
 
         query: [b, t, h*k], and `key` and `value` [b, s, g*k], which have the keys of a cache already.
         attn_bias: [b, h, t, s], where b and h may be 1, added to the scores; -inf where a query must not see a key.
@@ -460,11 +461,12 @@ def add_implementation(name: str) -> None:
     """
     with torch.device("cpu"):  # the model may be built on the meta device, where the module's tensors have no values
         function: OwnAttention = import_object(name, "model.attn_config.attn_impl")
-    IMPLEMENTATIONS[name] = partial(_attend_own, function)
+    IMPLEMENTATIONS[name] = partial(_attend_own, function, name)
 
 
 def _attend_own(
     function: OwnAttention,
+    name: str,
     q_bthk: Tensor,
     k_bsgk: Tensor,
     v_bsgk: Tensor,
@@ -472,9 +474,14 @@ def _attend_own(
     scale: float | None,
     dropout_p: float,
 ) -> Tensor:
-    """Compute attention by the user's own function. The other arguments and the result are those of `Mask.attend`."""
+    """Compute attention by the user's own function, whose import path is `name`.
+
+    The other arguments and the result are those of `Mask.attend`. Raises ConfigError if the function returns another
+    shape or dtype than that of its queries.
+    """
+    query_btd = q_bthk.flatten(-2)
     found = function(
-        q_bthk.flatten(-2),
+        query_btd,
         k_bsgk.flatten(-2),
         v_bsgk.flatten(-2),
         n_heads=q_bthk.size(2),
@@ -489,6 +496,7 @@ def _attend_own(
         needs_weights=False,
     )
     out_btd = found[0] if isinstance(found, tuple) else found
+    check_output(out_btd, query_btd, name, "model.attn_config.attn_impl")
     return out_btd.unflatten(-1, q_bthk.shape[2:])
 
 

@@ -3,7 +3,7 @@
 A configuration names such a part by its import path, `norm_type: python:mine.norms:ScaleNorm`. The protocols below are
 the signatures, which are those that LLM Foundry's registries call. The `build_` functions import a part, build it, and
 refuse what could not be sharded, initialised or saved: buffers, parameters of another dtype than fp32, and parameters
-of which nobody says how they are drawn.
+of which nobody says how they are drawn. In each forward pass, the output of a part is checked.
 
 `docs/own-parts.md` is the page for users. `mpt.py` calls these functions, and `initialise.py` draws what
 `initial_distribution` says.
@@ -51,7 +51,7 @@ class FeedForward(Protocol):
         """Build the layer. `bias` is false with `no_bias`, `device` is None, and `kwargs` are those of `ffn_config`."""
 
     def __call__(self, x_btd: Tensor) -> Tensor:
-        """Return what is added to the residual stream, [b, t, d], for normalised inputs [b, t, d]."""
+        """Return what is added to the residual stream, [b, t, d], for normalised inputs [b, t, d] of the same dtype."""
         ...
 
 
@@ -66,7 +66,7 @@ class Attention(Protocol):
         """Build the layer. `config` is the whole block `model`, and `kwargs` are those of `attn_config`."""
 
     def __call__(self, x_btd: Tensor, mask: Any, rotation: Any, append_to_cache: Any) -> Tensor:
-        """Return what is added to the residual stream, [b, t, d].
+        """Return what is added to the residual stream, [b, t, d], in the dtype of `x_btd`.
 
         The arguments are those of `mpt.Attention.forward`.
         """
@@ -179,7 +179,34 @@ def _adopt(part: Any, name: str, key: str, *, is_norm: bool = False) -> nn.Modul
         problem = _describe_problem(part, parameter_name, parameter)
         if problem:
             raise ConfigError(f"{key}: {name}: its parameter {parameter_name} {problem}")
+    part.register_forward_hook(_check_output_of_part)
     return part
+
+
+def _check_output_of_part(part: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+    """Check what a part of the user's own has returned. torch calls this hook after each forward pass of the part."""
+    mark = mark_of(part)
+    check_output(output, arguments[0], mark.name, mark.key)
+
+
+def check_output(output: Any, like: Tensor, name: str, key: str) -> None:
+    """Raise ConfigError unless the user's own part `name` has returned a tensor of the shape and dtype of `like`.
+
+    A later layer would fail otherwise, with a traceback that does not name the part. With autocast, another dtype is no
+    error, because layers cast their inputs.
+    """
+    if not isinstance(output, Tensor):
+        raise ConfigError(f"{key}: {name} returns {type(output).__name__}, expected {_describe_tensor(like)}")
+    is_cast_later = torch.is_autocast_enabled(like.device.type)
+    has_right_dtype = output.dtype == like.dtype or is_cast_later
+    if output.shape != like.shape or not has_right_dtype:
+        raise ConfigError(f"{key}: {name} returns {_describe_tensor(output)}, expected {_describe_tensor(like)}")
+
+
+def _describe_tensor(tensor: Tensor) -> str:
+    """Return shape and dtype of a tensor, such as `[2, 64, 32] in float32`."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{list(tensor.shape)} in {dtype}"
 
 
 def _find_unregistered(part: nn.Module) -> Iterator[tuple[str, str]]:

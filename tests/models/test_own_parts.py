@@ -400,6 +400,64 @@ def test_parameters_that_layers_share_are_refused(thing, message):
         build(replace(SMALL, norm_type=f"{HERE}:{thing}"))
 
 
+class Returns(nn.Module):
+    """A norm, a feed-forward layer or attention whose output a test changes."""
+
+    def __init__(self, *_, change, **__):
+        super().__init__()
+        self.change = change
+
+    def forward(self, x, *_):
+        return CHANGES[self.change](x)
+
+
+def returns(query, *_, **__):
+    return query[:, 1:], None
+
+
+CHANGES: dict[str, Any] = {
+    "dtype": lambda x: x.double(),
+    "width": lambda x: x[..., :1],
+    "tuple": lambda x: (x, None),
+}
+RETURNED = {
+    "dtype": r"\[1, 16, 32\] in float64, expected \[1, 16, 32\] in float32",
+    "width": r"\[1, 16, 1\] in float32, expected \[1, 16, 32\] in float32",
+    "tuple": r"tuple, expected \[1, 16, 32\] in float32",
+}
+
+
+@pytest.mark.parametrize("change", RETURNED)
+@pytest.mark.parametrize("key", ["norm_type", "ffn_config.ffn_type", "attn_config.attn_type", "attn_config.norm_type"])
+def test_an_output_of_another_shape_or_dtype_names_the_part(key, change):
+    name = f"{HERE}:Returns"
+    arguments = {"change": change}
+    configs = {
+        "norm_type": {"norm_type": name, "norm_kwargs": arguments},
+        "ffn_config.ffn_type": {"ffn_config": FFNConfig(ffn_type=name, kwargs=arguments)},
+        "attn_config.attn_type": {"attn_config": AttentionConfig(attn_type=name, kwargs=arguments)},
+        "attn_config.norm_type": {"attn_config": AttentionConfig(qk_ln=True, norm_type=name, norm_kwargs=arguments)},
+    }
+    model = build(replace(SMALL, **configs[key]))
+    with pytest.raises(ConfigError, match=rf"^model\.{key}: {name} returns {RETURNED[change]}$"):
+        model(TOKENS_BT)
+
+
+def test_an_output_of_a_function_of_another_shape_names_it():
+    name = f"{HERE}:returns"
+    model = build(replace(SMALL, attn_config=AttentionConfig(attn_impl=name)))
+    message = rf"^model\.attn_config\.attn_impl: {name} returns \[1, 15, 32\] in float32, expected \[1, 16, 32\]"
+    with pytest.raises(ConfigError, match=message):
+        model(TOKENS_BT)
+
+
+def test_another_dtype_is_no_error_with_autocast():
+    name = f"{PARTS}:SquaredReLU"
+    model = build(replace(SMALL, ffn_config=FFNConfig(ffn_type=name)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.transformer.blocks[0].ffn(torch.ones(1, 2, 32)).dtype == torch.bfloat16
+
+
 def test_a_layer_that_a_part_keeps_under_two_names_stays_one():
     norm = build(replace(SMALL, norm_type=f"{HERE}:Twice")).transformer.norm_f
     assert norm.b.weight is norm.a.weight and norm.b.weight.tolist() == [1.0] * 32
