@@ -127,11 +127,13 @@ def build_norm(config: ModelConfig | AttentionConfig, width: int, *, has_bias: b
     norm = _call(
         config.norm_type, key, f"{block_key}.norm_kwargs", config.norm_kwargs, width, eps=config.norm_eps, device=None
     )
+    has_lost_bias = False
     if isinstance(norm, nn.Module) and not has_bias:
         for module in norm.modules():
             if isinstance(getattr(module, "bias", None), nn.Parameter):
                 module.register_parameter("bias", None)
-    return _adopt(norm, config.norm_type, key, is_norm=True)
+                has_lost_bias = True
+    return _adopt(norm, config.norm_type, key, is_norm=True, has_lost_bias=has_lost_bias)
 
 
 MARK = "_own_part_of_llmfoundry_lite"
@@ -146,9 +148,11 @@ class OwnPart(NamedTuple):
     key: str
     """The dotted key that names it."""
     is_norm: bool
+    has_lost_bias: bool
+    """`no_bias` has removed a bias of it."""
 
 
-def _adopt(part: Any, name: str, key: str, *, is_norm: bool = False) -> nn.Module:
+def _adopt(part: Any, name: str, key: str, *, is_norm: bool = False, has_lost_bias: bool = False) -> nn.Module:
     """Mark a part as the user's own, and return it. Raises ConfigError if it is no module, or cannot be trained.
 
     FSDP divides the rows of each parameter, checkpoints hold parameters alone, and the optimizer updates all of them.
@@ -157,7 +161,7 @@ def _adopt(part: Any, name: str, key: str, *, is_norm: bool = False) -> nn.Modul
         raise ConfigError(f"{key}: {name} returns {type(part).__name__}, expected a torch.nn.Module")
     if hasattr(part, MARK):
         raise ConfigError(f"{key}: {name} returns the same module twice, expected a new one for each place")
-    setattr(part, MARK, OwnPart(name, key, is_norm))
+    setattr(part, MARK, OwnPart(name, key, is_norm, has_lost_bias))
     buffer = next(part.named_buffers(), None)
     if buffer is not None:
         buffer_name, _ = buffer

@@ -10,7 +10,7 @@ from llmfoundry_lite.config.counted_model import counted_model, find_told_layers
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
-from llmfoundry_lite.models.own_parts import find_own_parts, mark_of
+from llmfoundry_lite.models.own_parts import MARK, find_own_parts, mark_of
 from llmfoundry_lite.own_code import import_object, is_own
 
 
@@ -66,8 +66,9 @@ def find_flops_per_token(config: TrainConfig, model: torch.nn.Module, seq_len: i
 def describe_own_parts(config: ModelConfig, model: torch.nn.Module) -> list[str]:
     """Return lines about the parameters of the user's own parts, for the output of a launch; none without such parts.
 
-    The first line has their number. A line follows for each part that has another number of parameters than the layer
-    of ours that its class says it is like, because estimates have counted that layer.
+    The first line has their number. A line follows for each norm whose bias `no_bias` has removed. Another follows for
+    each part that has another number of parameters than the layer of ours that its class says it is like, because
+    estimates have counted that layer.
     """
     if not config.own_parts:
         return []
@@ -76,6 +77,11 @@ def describe_own_parts(config: ModelConfig, model: torch.nn.Module) -> list[str]
         key = mark_of(part).key.removeprefix("model.")
         num_by_key[key] = num_by_key.get(key, 0) + count_elements(part)
     lines = [f"own parts: {sum(num_by_key.values()):,} of the model's {count_elements(model):,} parameters"]
+
+    marks = [getattr(module, MARK) for module in model.modules() if hasattr(module, MARK)]
+    without_bias = {(mark.key, mark.name) for mark in marks if mark.has_lost_bias}
+    for key, name in sorted(without_bias):
+        lines.append(f"{key}: {name}: its bias is removed, because of model.no_bias")
 
     num_counted = count_parameters(counted_model(config))
     for key, layer in find_told_layers(config).items():

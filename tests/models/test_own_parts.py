@@ -83,8 +83,15 @@ def test_norms_of_q_and_k_have_their_own_key():
 
 
 def test_no_bias_removes_the_biases_of_a_norm():
-    names = dict(build(replace(SMALL, norm_type="python:torch.nn:LayerNorm", no_bias=True)).named_parameters())
+    config = replace(SMALL, norm_type="python:torch.nn:LayerNorm", no_bias=True)
+    model = build(config)
+    names = dict(model.named_parameters())
     assert "transformer.norm_f.weight" in names and "transformer.norm_f.bias" not in names
+    _, *lines = describe_own_parts(config, model)
+    assert lines == ["model.norm_type: python:torch.nn:LayerNorm: its bias is removed, because of model.no_bias"]
+
+    with_bias = replace(config, no_bias=False)
+    assert len(describe_own_parts(with_bias, build(with_bias))) == 1
 
 
 def test_a_feed_forward_layer_gets_what_llm_foundry_gives_it():
