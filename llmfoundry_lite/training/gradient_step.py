@@ -198,12 +198,13 @@ class GradientStep:
             if not has_overflowed:
                 self.num_skipped_batches += 1
             metrics["skipped_batches"] = self.num_skipped_batches
-        logger.log_metrics(metrics)
+        batch = int(state.timestamp.batch) + 1
+        logger.log_metrics(metrics, step=batch)
 
         # The metrics are logged first, so that they are in the record also if the run ends here.
         if not is_finite:
-            batch = f"batch {int(state.timestamp.batch) + 1} (data/digest {digest})"
-            self._skip_or_stop(batch, self._describe_fault(measured), has_overflowed)
+            name = f"batch {batch} (data/digest {digest})"
+            self._skip_or_stop(name, self._describe_fault(measured), has_overflowed)
         return mean_loss
 
     @property

@@ -229,7 +229,8 @@ class LearningRate(Callback):
             initial_lr = group.setdefault("initial_lr", group["lr"])
             group["lr"] = initial_lr * multiplier
         if self.logs_groups:
-            logger.log_metrics({f"lr/group{index}": groups[index]["lr"] for index in range(1, len(groups))})
+            rates = {f"lr/group{index}": groups[index]["lr"] for index in range(1, len(groups))}
+            logger.log_metrics(rates, step=int(state.timestamp.batch) + 1)
 
     def _multiplier(self, state: State) -> float:
         """Return the factor of the learning rate for the batch that begins.

@@ -221,7 +221,7 @@ class ParallelTrainer(Trainer):
             metrics["data/batch_size"] = self.batch_sizes.of(int(state.timestamp.batch))
         if self.agreement.sample_length is not None:
             metrics["data/seq_len"] = self.seq_lens.of(int(state.timestamp.batch))
-        self.logger.log_metrics(metrics)
+        self.logger.log_metrics(metrics, step=self.last_stepped_batch)
 
         # Measure, clip or drop the gradient. The host waits for the device here.
         state.total_loss_dict = {LOSS: step.finish(state, self.logger, loss_sum, digest)}

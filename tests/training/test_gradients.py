@@ -214,6 +214,7 @@ def test_exact_sums_of_an_incomplete_batch_are_means_over_what_it_has(num_ranks,
     logger = SimpleNamespace(log_metrics=logged.update)
     assert first.gradient_step.finish(first.state, logger, loss_sum, "digest") == pytest.approx(loss)
     assert (logged["loss/train/total"], logged["grad_norm"]) == pytest.approx((loss, loss))
+    assert logged["step"] == int(first.state.timestamp.batch) + 1, "Composer counts the batch later"
     assert weight.grad.item() == pytest.approx(loss)
 
 

@@ -1,5 +1,7 @@
 """A run whose norm, feed-forward layer and attention are the user's own: on other ranks, resumed, replayed."""
 
+import re
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors, open_chec
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.launch.replay import compare_replay, plan_replay, write_replay
 from llmfoundry_lite.launch_replay import main
-from tests.helpers.launch import launch
+from tests.helpers.launch import ROOT, launch
 from tests.helpers.runs import attempt, losses, metrics, run, saves
 from tests.helpers.tiny import tiny_config, values, write_data
 
@@ -88,6 +90,24 @@ def test_a_logger_of_ones_own_gets_what_the_log_has(folder):
     name, *lines = path.read_text().splitlines()
     assert name == "logged"
     assert [float(line.split()[1]) for line in lines] == losses(folder, "logged")
+    assert [line.split()[0] for line in lines] == ["1", "2"], "the numbers of the batches"
+
+
+def test_the_page_s_callback_has_the_same_state_on_other_ranks(folder):
+    """It averages the loss of the whole batch, which it finds where the page says."""
+    page = (ROOT / "docs/own-parts.md").read_text()
+    section = page.partition("\n## Callbacks\n")[2]
+    code, *_ = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (folder / "averages.py").write_text(code)
+    averaged = {**config(folder), "callbacks": {"python:averages:LossAverage": {"beta": 0.5}}}
+    run(folder, averaged, "averaged", 2, stop_at="3ba", **SHARDED)
+    run(folder, averaged, "averaged", max_duration="4ba")
+
+    first, *others = losses(folder, "averaged")
+    averages = [first]
+    for loss in others:
+        averages.append(0.5 * averages[-1] + 0.5 * loss)
+    assert values(metrics(folder, "averaged"), "loss/average") == averages and len(averages) == 4
 
 
 def test_another_argument_in_mid_run_is_refused(folder):
