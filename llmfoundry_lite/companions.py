@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.errors import ConfigError, find_nearest
+from llmfoundry_lite.errors import ConfigError, find_nearest, join_with_or
 
 GROUP = "llmfoundry_lite.companions"
 
@@ -167,6 +167,7 @@ def find_companions() -> list[Companion]:
     for package_by_name in TABLES.values():
         our_packages |= dict.fromkeys(package_by_name.values())
     companions = [import_address(f"{package}.companion:COMPANION") for package in our_packages if is_installed(package)]
+    _left_out.clear()
 
     # Code of others may raise any error when it is loaded. That must not break commands which do not need it.
     # Their order decides which of two keeps a name, so it is not that of the folders in which they are found.
@@ -178,6 +179,7 @@ def find_companions() -> list[Companion]:
             _check_names(companion, companions)
         except (Exception, SystemExit) as error:
             leave_out(entry_point.name, error)
+            _left_out.append(entry_point.name)
         else:
             _warn_of_unknown_kinds(entry_point.name, companion)
             companions.append(companion)
@@ -258,9 +260,24 @@ def find_missing(table: str) -> dict[str, str]:
     return {name: package for name, package in TABLES[table].items() if name not in installed_names}
 
 
+_left_out: list[str] = []
+"""Names of entry points whose companions `find_companions` has left out."""
+
+
+def explain_unknown_name() -> str:
+    """Return, for an error about an unknown short name or block, that a companion which is not here may have it."""
+    find_companions()
+    if _left_out:
+        return f"a companion that is not installed may have it, or {join_with_or(_left_out)}, left out above"
+    return "a companion that is not installed may have it"
+
+
 def leave_out(name: str, error: Exception | SystemExit) -> None:
     """Print a warning that a companion, or a part of it, is left out because of an error."""
     message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        # The message of a SyntaxError has only the name of the file, without its folder.
+        message = f"{error.msg} ({error.filename}, line {error.lineno})"
     print(f"warning: companion {name}: left out: {message}", file=sys.stderr, flush=True)
 
 

@@ -52,6 +52,21 @@ def test_one_of_others_is_found_and_a_broken_one_is_left_out_with_a_line(others,
     assert "its commands hello are already defined by another companion" in lines[2]
 
 
+def test_one_with_an_error_of_syntax_is_named_with_its_path_and_again(others, tmp_path, monkeypatch, capsys):
+    (tmp_path / "unfinished.py").write_text("COMPANION = (\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    point = EntryPoint("unfinished", "unfinished:COMPANION", companions.GROUP)
+    others()
+    assert companions.explain_unknown_name() == "a companion that is not installed may have it"
+    monkeypatch.setattr(companions, "entry_points", lambda group: [point])
+    companions.find_companions.cache_clear()
+    assert companions.explain_unknown_name() == (
+        "a companion that is not installed may have it, or unfinished, left out above"
+    )
+    expected = f"warning: companion unfinished: left out: '(' was never closed ({tmp_path}/unfinished.py, line 1)\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_parts_that_would_hide_a_table_are_refused(others, capsys):
     others("GOOD", "HIDDEN")
     assert dict(companions.parts("commands"))["hello"].__name__ == "dumps"

@@ -20,7 +20,7 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.config.fields import Key, Setting, is_number, join_key, keys_of, schema_keys
 from llmfoundry_lite.config.layers import ConfigLayer, naming_source, source_of
 from llmfoundry_lite.config.optimizers import OPTIMIZERS
-from llmfoundry_lite.config.part_names import names_for
+from llmfoundry_lite.config.part_names import names_for, takes_names
 from llmfoundry_lite.config.scalars import hint_at_number
 from llmfoundry_lite.config.schedules import SCHEDULES
 from llmfoundry_lite.config.schema import TrainConfig
@@ -323,7 +323,8 @@ def _check_choice(key_path: str, value: Any, setting: Setting) -> None:
     if value in setting.choices:
         return
     # Short names were replaced in the files of a launch. One that is left is in a record, where none is valid.
-    choices = [*setting.choices, *(name for name in names_for(key_path) if name != value)]
+    short_names = [name for name in names_for(key_path) if name != value]
+    choices = [*setting.choices, *short_names]
     if PREFIX in choices and is_own(value):
         check_import_path(key_path, value)
         return
@@ -331,12 +332,16 @@ def _check_choice(key_path: str, value: Any, setting: Setting) -> None:
     hint = setting.instead or f"expected {join_with_or(choices)}"
     # If the key has advice of its own, suggest a choice only for a value that is very similar to it.
     nearest = _nearest_choice(str(value), choices, cutoff=0.85 if setting.instead else 0.75)
+    if not nearest:  # no advice is about short names, so a less similar one is suggested
+        nearest = find_nearest(str(value), short_names)
     if nearest and setting.instead:
         hint = f"did you mean {nearest}?"
     elif nearest:
         hint = f"did you mean {nearest}? ({hint})"
-    elif setting.instead and len(choices) > len(setting.choices):
-        hint += f"; companions have {', '.join(choices[len(setting.choices) :])}"
+    elif setting.instead and short_names:
+        hint += f"; companions have {', '.join(short_names)}"
+    if takes_names(key_path) and not nearest:
+        hint += f"; {companions.explain_unknown_name()}"
     hint = hint.replace(PREFIX, f"{PREFIX}package.module:Thing")
     raise ConfigError(f"{key_path}: {value!r} is not known; {hint}")
 
@@ -399,12 +404,15 @@ def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
     if nearest and (nearest == word or not is_key_elsewhere):
         return f"did you mean {join_key(path, nearest)}?"
     if path == "callbacks":
-        return "one of your own is named by its import path, python:package.module:Class"
+        return (
+            "one of your own is named by its import path, python:package.module:Class; "
+            f"{companions.explain_unknown_name()}"
+        )
     if path == "loggers":
         names = [name for name in [*keys, *names] if name != "extra"]  # `extra` has loggers of the user's own
         return (
             f"valid keys here: {', '.join(names)}, and python:package.module:Class for one of your own; metrics.jsonl "
-            "is always written"
+            f"is always written; {companions.explain_unknown_name()}"
         )
 
     # The key may stand in the wrong block. Several blocks may have one of this name: prefer the one nearest to `path`.
@@ -414,7 +422,8 @@ def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
         closest = min(candidates, key=lambda key: (-_num_shared_blocks(key, path), key.count(".")))
         return f"did you mean {closest}?"
     if len(keys) > MAX_KEYS_LISTED:
-        return "nothing here is spelled like it; a value of your own, for ${…}, stands under variables"
+        hint = "nothing here is spelled like it; a value of your own, for ${…}, stands under variables"
+        return f"{hint}; {companions.explain_unknown_name()}" if not path else hint
     return f"valid keys here: {', '.join(keys) or 'none'}"
 
 

@@ -75,14 +75,24 @@ def names_for(key: str) -> list[str]:
 
     For example, those of the kind "norms" for `model.norm_type`. An error suggests them.
     """
-    names: list[str] = []
+    return [name for kind in _kinds_for(key) for name in find_names(kind)]
+
+
+def takes_names(key: str) -> bool:
+    """Return whether the value of a dotted key, or a key in that block, may be a short name of a companion's part."""
+    return bool(_kinds_for(key))
+
+
+def _kinds_for(key: str) -> list[str]:
+    """Return the kinds of parts, by the names in `companions.PART_KEYS`, that a dotted key may name."""
+    kinds = []
     key = re.sub(r"\[(\d+)\]", r".\1", key)  # an entry of a list, such as icl_tasks[0]
     for kind, patterns in companions.PART_KEYS.items():
         for pattern in patterns:
             expression = re.escape(pattern.removesuffix(".*")).replace(r"\*", r"[^.]+")
             if re.fullmatch(expression, key):
-                names += find_names(kind)
-    return names
+                kinds.append(kind)
+    return kinds
 
 
 def spell_out_names(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

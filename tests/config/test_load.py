@@ -94,7 +94,7 @@ def test_an_older_yaml_of_llm_foundry_has_its_variables_at_the_top():
     )
     assert refusal("old.yaml", "dat_local=mine") == (
         "command line: dat_local: unknown key; nothing here is spelled like it; a value of your own, for ${…}, stands "
-        "under variables"
+        "under variables; a companion that is not installed may have it"
     )
 
 

@@ -193,6 +193,7 @@ def test_an_unknown_type_or_metric_is_answered_with_those_of_companions():
     [
         ("model.norm_type=tiltd", "model.norm_type: 'tiltd' is not known; did you mean tilted?"),
         ("model.norm_type=x", "model.norm_type: 'x' is not known; use rmsnorm or low_precision_rmsnorm, layernorm or"),
+        ("model.norm_type=tdlt", "model.norm_type: 'tdlt' is not known; did you mean tilted?"),
         ("scheduler.name=x", "scheduler.name: 'x' is not known; expected constant_with_warmup, cosine_with_warmup,"),
         ("optimizer.name=adalr_loin", "optimizer.name: 'adalr_loin' is not known; did you mean adalr_lion?"),
         ("callbacks.heartbet={}", "callbacks.heartbet: unknown key; did you mean callbacks.heartbeat?"),
@@ -203,6 +204,12 @@ def test_an_unknown_name_is_answered_with_those_of_companions_too(given, refused
     with pytest.raises(ConfigError) as caught:
         load(given)
     assert str(caught.value).startswith(f"command line: {refused}")
+
+
+@pytest.mark.parametrize("given", ["model.norm_type=x", "callbacks.my_own={}", "loggers.neptune={}", "loss_guard={}"])
+def test_an_unknown_name_may_be_that_of_a_missing_companion(given):
+    with pytest.raises(ConfigError, match=r"; a companion that is not installed may have it$"):
+        load(given)
 
 
 def test_one_callback_by_both_names_is_refused():
