@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -160,8 +160,9 @@ def import_address(address: str) -> Any:
 def find_companions() -> list[Companion]:
     """Return the installed companions that add something: ours in the order of TABLES, then those of others by name.
 
-    A companion of others is left out, with a warning, if it cannot be loaded, or if it adds a command, a block or a
-    part that another one has already.
+    A companion of others is left out, with a warning, if it cannot be loaded. Of a companion that can be, names of
+    commands, blocks and parts are left out, with a warning for each, if another companion has them already or if they
+    or their addresses have another form.
     """
     our_packages: dict[str, None] = {}  # a set that keeps its order
     for package_by_name in TABLES.values():
@@ -176,50 +177,65 @@ def find_companions() -> list[Companion]:
             companion = entry_point.load()
             if not isinstance(companion, Companion):
                 raise TypeError(f"{entry_point.value} is not a Companion")
-            _check_names(companion, companions)
+            companion = _drop_refused_names(entry_point.name, companion, companions)
         except (Exception, SystemExit) as error:
             leave_out(entry_point.name, error)
             _left_out.append(entry_point.name)
         else:
-            _warn_of_unknown_kinds(entry_point.name, companion)
             companions.append(companion)
     return companions
 
 
-def _check_names(companion: Companion, others: list[Companion]) -> None:
-    """Raise ValueError if a name in a table of `companion` is in the same table of one of `others`, or is no name.
+def _drop_refused_names(entry_point_name: str, companion: Companion, others: list[Companion]) -> Companion:
+    """Return a companion without the names that cannot be used, and print a warning for each.
 
-    The tables are those of commands and blocks, and one for each kind of part. Addresses of parts are checked, too.
+    Names are compared within each table: commands, blocks, and each kind of part. `others` are the companions that
+    keep a name which this one has too.
     """
+    tables: dict[str, dict[str, str]] = {}
     for table, addresses in _tables_of(companion).items():
         names_of_others = {name for other in others for name in _tables_of(other).get(table, {})}
-        names_in_both = names_of_others & {*addresses}
-        if names_in_both:
-            raise ValueError(f"its {table} {', '.join(sorted(names_in_both))} are already defined by another companion")
-    for kind, addresses in companion.parts.items():
-        if kind in TABLES:
-            raise ValueError(f"its parts {kind!r} are no kind of part; give them to Companion({kind}=...)")
+        tables[table] = {}
         for name, address in addresses.items():
-            if kind == "readers" and not re.fullmatch(r"\.\w+", name):
-                raise ValueError(f"its {kind} have the name {name!r}; expected a suffix of files, such as .mbx")
-            if kind != "readers" and not re.fullmatch(r"[A-Za-z_][\w\-]*", name):
-                raise ValueError(f"its {kind} have the name {name!r}; expected letters, digits, _ and -")
-            if not re.fullmatch(r"\w+(\.\w+)*:\w+", address):
-                raise ValueError(f"its {kind} {name} is at {address!r}; expected package.module:Thing")
+            refusal = _refuse_name(table, name, address, names_of_others)
+            if refusal:
+                leave_out(entry_point_name, ValueError(refusal))
+            else:
+                tables[table][name] = address
+
+    # Nobody can ask for parts of a kind that this release does not know, so they may stay.
+    for kind in companion.parts:
+        if kind in TABLES:
+            leave_out(entry_point_name, ValueError(f"its parts {kind!r}; give them to Companion({kind}=...)"))
+        elif kind not in PART_KEYS:
+            nearest = find_nearest(kind, PART_KEYS)
+            hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(PART_KEYS)}"
+            message = f"its parts {kind!r}, which are of no kind that this release knows; {hint}"
+            leave_out(entry_point_name, ValueError(message))
+
+    parts = {kind: addresses for kind, addresses in tables.items() if kind not in TABLES}
+    return replace(companion, commands=tables["commands"], blocks=tables["blocks"], parts=parts)
+
+
+def _refuse_name(table: str, name: str, address: str, names_of_others: set[str]) -> str:
+    """Return why a name in a table of a companion cannot be used, for a warning; empty if it can be."""
+    if name in names_of_others:
+        return f"its {table} {name}, which another companion has already"
+    if table in TABLES:
+        return ""
+    if table == "readers" and not re.fullmatch(r"\.\w+", name):
+        return f"its {table} {name!r}; expected a suffix of files, such as .mbx"
+    if table != "readers" and not re.fullmatch(r"[A-Za-z_][\w\-]*", name):
+        return f"its {table} {name!r}; expected letters, digits, _ and -"
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", address):
+        return f"its {table} {name} at {address!r}; expected package.module:Thing"
+    return ""
 
 
 def _tables_of(companion: Companion) -> dict[str, Mapping[str, str]]:
     """Return the tables of a companion by name: "commands", "blocks", and each kind of part, such as "norms"."""
-    return {**{table: getattr(companion, table) for table in TABLES}, **companion.parts}
-
-
-def _warn_of_unknown_kinds(name: str, companion: Companion) -> None:
-    """Print a warning for each kind of part in a companion that this release does not know; other kinds are used."""
-    for kind in companion.parts:
-        if kind not in PART_KEYS:
-            nearest = find_nearest(kind, PART_KEYS)
-            hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(PART_KEYS)}"
-            leave_out(name, ValueError(f"its parts {kind!r}, which are of no kind that this release knows; {hint}"))
+    parts = {kind: addresses for kind, addresses in companion.parts.items() if kind not in TABLES}
+    return {**parts, **{table: getattr(companion, table) for table in TABLES}}
 
 
 def find_parts(kind: str) -> dict[str, str]:

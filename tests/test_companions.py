@@ -19,12 +19,12 @@ from tests.helpers.launch import ROOT
 from tests.helpers.present import leave_out_companions
 
 GOOD = Companion(commands={"hello": "json:dumps", "lost": "no_such_module:x"})
-TAKEN = Companion(commands={"hello": "json:loads"})
+TAKEN = Companion(commands={"hello": "json:loads", "bye": "json:load"}, parts={"norms": {"tilted": "json:dump"}})
 NONE = "no companion"
 NORMS = Companion(parts={"norms": {"tilted": "tiny.norms:Tilted"}, "nroms": {}})
 NORMS_TOO = Companion(parts={"norms": {"tilted": "small.norms:Tilted"}})
-NO_ADDRESS = Companion(parts={"ffns": {"mixed": "tiny.ffns"}})
-HIDDEN = Companion(commands={"hello": "json:loads"}, parts={"commands": {}})
+NO_ADDRESS = Companion(parts={"ffns": {"mixed": "tiny.ffns", "whole": "tiny.ffns:Whole"}})
+HIDDEN = Companion(commands={"hello": "json:loads"}, parts={"commands": {"report": "x:y"}, "norms": {"tilted": "x:y"}})
 NO_NAME = Companion(parts={"callbacks": {"a.b": "tiny.callbacks:Beat"}})
 
 
@@ -43,13 +43,14 @@ def others(monkeypatch):
 
 def test_one_of_others_is_found_and_a_broken_one_is_left_out_with_a_line(others, capsys):
     others("NOWHERE", "NONE", "GOOD", "TAKEN")
-    assert {name for name, _ in companions.parts("commands") if name in ("hello", "lost")} == {"hello"}
+    assert {name for name, _ in companions.parts("commands") if name in ("hello", "bye", "lost")} == {"hello", "bye"}
+    assert companions.find_parts("norms") == {"tilted": "json:dump"}, "only the name is left out"
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(": left out: ")[0] for line in lines] == [
         *("warning: companion NONE", "warning: companion NOWHERE", "warning: companion TAKEN"),
         "warning: companion lost",
     ]
-    assert "its commands hello are already defined by another companion" in lines[2]
+    assert "its commands hello, which another companion has already" in lines[2]
 
 
 def test_one_with_an_error_of_syntax_is_named_with_its_path_and_again(others, tmp_path, monkeypatch, capsys):
@@ -67,22 +68,26 @@ def test_one_with_an_error_of_syntax_is_named_with_its_path_and_again(others, tm
     assert capsys.readouterr().err == expected
 
 
-def test_parts_that_would_hide_a_table_are_refused(others, capsys):
+def test_parts_that_would_hide_a_table_are_left_out(others, capsys):
     others("GOOD", "HIDDEN")
     assert dict(companions.parts("commands"))["hello"].__name__ == "dumps"
-    assert "companion HIDDEN: left out: its parts 'commands' are no kind of part" in capsys.readouterr().err
+    assert (
+        "companion HIDDEN: left out: its parts 'commands'; give them to Companion(commands" in capsys.readouterr().err
+    )
+    assert [*companions.find_parts("norms")] == ["tilted"]
 
 
 def test_parts_that_nobody_can_ask_for_are_said_when_they_load(others, capsys):
     others("NORMS_TOO", "NO_NAME", "NO_ADDRESS", "NORMS")
     assert companions.find_parts("norms") == {"tilted": "tiny.norms:Tilted"}  # the same on every machine: by name
-    assert companions.find_parts("ffns") == companions.find_parts("callbacks") == {}
+    assert companions.find_parts("ffns") == {"whole": "tiny.ffns:Whole"}
+    assert companions.find_parts("callbacks") == {}
     assert capsys.readouterr().err.splitlines() == [
         "warning: companion NORMS: left out: its parts 'nroms', which are of no kind that this release knows; did you "
         "mean norms?",
-        "warning: companion NORMS_TOO: left out: its norms tilted are already defined by another companion",
-        "warning: companion NO_ADDRESS: left out: its ffns mixed is at 'tiny.ffns'; expected package.module:Thing",
-        "warning: companion NO_NAME: left out: its callbacks have the name 'a.b'; expected letters, digits, _ and -",
+        "warning: companion NORMS_TOO: left out: its norms tilted, which another companion has already",
+        "warning: companion NO_ADDRESS: left out: its ffns mixed at 'tiny.ffns'; expected package.module:Thing",
+        "warning: companion NO_NAME: left out: its callbacks 'a.b'; expected letters, digits, _ and -",
     ]
 
 
