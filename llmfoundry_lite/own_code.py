@@ -10,11 +10,14 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, find_nearest
 from llmfoundry_lite.search_path import allow_working_directory_for
 
 PREFIX = "python:"
 """Beginning of the name of an object of the user's own."""
+
+KINDS_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+"""Kinds of parameters that can be given by their names."""
 
 _trusted_names: set[str] = set()
 """Names that `import_object` imports in this process."""
@@ -85,22 +88,36 @@ def call_object(name: str, key: str, block: str, kwargs: Mapping[str, Any], /, *
         raise ConfigError(
             f"{block}: {', '.join(given_twice)} given, which {name} gets in any case, by other keys; remove it here"
         )
-    _check_arguments(own_object, name, block, arguments, {**options, **kwargs})
+    _check_arguments(own_object, f"{block}: {name}", kwargs, arguments, options)
     return own_object(*arguments, **options, **kwargs)
 
 
 def _check_arguments(
-    own_object: Any, name: str, block: str, arguments: Sequence[Any], options: Mapping[str, Any]
+    own_object: Any, place: str, kwargs: Mapping[str, Any], arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> None:
     """Raise ConfigError unless an object takes these arguments, by its signature.
 
-    Nothing is called, so that an error of the user's own code keeps its traceback.
+    `place` begins the message. `kwargs` are the user's arguments, and the others are what every object in this place
+    gets. Nothing is called, so that an error of the user's own code keeps its traceback.
     """
     try:
         signature = inspect.signature(own_object)
     except ValueError:  # some objects that are written in C have none
         return
     try:
-        signature.bind(*arguments, **options)
+        signature.bind(*arguments, **options, **kwargs)
     except TypeError as error:
-        raise ConfigError(f"{block}: {name} does not take these keys: {error}") from None
+        parameters = list(signature.parameters.values())[len(arguments) :]
+        keys = [parameter.name for parameter in parameters if parameter.kind in KINDS_BY_NAME]
+        hint = _suggest_key(kwargs, [key for key in keys if key not in options])
+        raise ConfigError(f"{place} does not take these keys: {error}; {hint}") from None
+
+
+def _suggest_key(kwargs: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """Return, for an error, the keys that an object takes, and which of them an unknown one probably means."""
+    listed_keys = f"it takes {', '.join(keys) or 'no keys'}"
+    for key in kwargs:
+        nearest = find_nearest(key, keys)
+        if key not in keys and nearest:
+            return f"did you mean {nearest}? ({listed_keys})"
+    return listed_keys

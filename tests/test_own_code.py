@@ -16,6 +16,10 @@ class Thing:
         self.every = every + 1
 
 
+def bare(first):
+    return first
+
+
 def __getattr__(name):
     raise AttributeError(name)
 """
@@ -48,7 +52,13 @@ def test_it_is_called_with_the_arguments_of_the_place_and_the_keys_of_the_block(
 @pytest.mark.parametrize(
     ("thing", "kwargs", "message"),
     [
-        ("mine:Thing", {"often": 5}, r"place: python:mine:Thing does not take these keys: .*argument 'often'"),
+        (
+            "mine:Thing",
+            {"often": 5},
+            r"place: python:mine:Thing does not take these keys: .*argument 'often'; it takes every$",
+        ),
+        ("mine:Thing", {"evry": 5}, r"unexpected keyword argument 'evry'; did you mean every\? \(it takes every\)$"),
+        ("mine:bare", {"evry": 5}, r"unexpected keyword argument 'evry'; it takes no keys$"),
         ("mine:Missing", {}, r"place\.name: python:mine:Missing: module mine has no Missing"),
         ("mine:__doc__", {}, r"place\.name: python:mine:__doc__ is a NoneType, expected a class or a function"),
         (

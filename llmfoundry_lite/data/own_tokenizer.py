@@ -41,7 +41,7 @@ def build_own_files(name: str, kwargs: Mapping[str, Any]) -> dict[str, bytes]:
         )
     call = (name, json.dumps(kwargs, sort_keys=True, default=str))
     if call not in _files_by_call:
-        built = call_object(name, "tokenizer", "tokenizer.kwargs", kwargs)
+        built = call_object(name, "tokenizer", "tokenizer", kwargs)
         with tempfile.TemporaryDirectory() as folder:
             _save(built, name, Path(folder))
             _files_by_call[call] = read_folder(Path(folder))

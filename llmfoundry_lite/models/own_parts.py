@@ -98,7 +98,7 @@ def build_ffn(config: ModelConfig) -> nn.Module:
     layer = _call(
         ffn.ffn_type,
         key,
-        "model.ffn_config.kwargs",
+        "model.ffn_config",
         ffn.kwargs,
         d_model=config.d_model,
         expansion_ratio=config.expansion_ratio,
@@ -112,7 +112,7 @@ def build_attention(config: ModelConfig) -> nn.Module:
     """Build the user's own layer of attention. Raises ConfigError for one that cannot be built or trained."""
     attention = config.attn_config
     key = "model.attn_config.attn_type"
-    layer = _call(attention.attn_type, key, "model.attn_config.kwargs", attention.kwargs, config)
+    layer = _call(attention.attn_type, key, "model.attn_config", attention.kwargs, config)
     return _adopt(layer, attention.attn_type, key)
 
 

@@ -114,7 +114,7 @@ def test_what_has_no_usable_files_is_refused(function, message):
 def test_mistakes_in_the_name_and_its_arguments_are_a_line():
     with pytest.raises(ConfigError, match=r"^tokenizer: python:.*: module .* has no Thing"):
         load_tokenizer(trusted(f"{HERE}:Thing"))
-    with pytest.raises(ConfigError, match=r"^tokenizer\.kwargs: python:.* does not take these keys: .*'length'"):
+    with pytest.raises(ConfigError, match=r"^tokenizer: python:.* does not take these keys: .*'length'"):
         load_tokenizer(trusted(WORDS), {"length": 3})
     with pytest.raises(RuntimeError, match="no such corpus"):
         load_tokenizer(trusted(f"{HERE}:build_broken"))
