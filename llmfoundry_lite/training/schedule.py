@@ -244,11 +244,13 @@ class LearningRate(Callback):
             )
 
         multiplier = self.own_schedule(state, 1.0)
+        if getattr(multiplier, "ndim", None) == 0:  # a number of torch or NumPy
+            multiplier = multiplier.item()
         is_factor = isinstance(multiplier, int | float) and math.isfinite(multiplier) and multiplier >= 0
         if not is_factor:
             raise ConfigError(
                 f"scheduler.name: {self.schedule.name} returns {multiplier!r} for batch "
-                f"{int(state.timestamp.batch) + 1}, expected a finite number of 0 or more"
+                f"{int(state.timestamp.batch) + 1}, expected a finite number of 0 or more, such as a float"
             )
         return float(multiplier)
 

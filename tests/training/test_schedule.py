@@ -2,7 +2,9 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from composer.core import Time, Timestamp
 from composer.optim import CosineAnnealingWithWarmupScheduler
 
@@ -177,16 +179,28 @@ def test_a_schedule_written_for_llm_foundry_gives_the_same_rates():
     assert rates[:11] == pytest.approx(rates[11:]) and rates[3] == 0.5
 
 
-@pytest.mark.parametrize("answer", [None, -0.1, math.nan, "1"])
+@pytest.mark.parametrize("answer", [None, -0.1, math.nan, "1", torch.ones(1), torch.tensor(-0.5)])
 def test_a_schedule_of_ones_own_must_return_a_factor(answer):
     schedule = schedule_of(name="python:mine:Schedule")
     rate = LearningRate(schedule, Duration(10, "ba"), lambda state, ssr: answer)  # pyright: ignore[reportArgumentType]
     state: Any = SimpleNamespace(timestamp=Timestamp(batch=4))
     with pytest.raises(ConfigError) as caught:
         rate.batch_start(state, None)  # pyright: ignore[reportArgumentType]
+    shown = answer.item() if getattr(answer, "ndim", 1) == 0 else answer
     assert str(caught.value) == (
-        f"scheduler.name: python:mine:Schedule returns {answer!r} for batch 5, expected a finite number of 0 or more"
+        f"scheduler.name: python:mine:Schedule returns {shown!r} for batch 5, expected a finite number of 0 or more, "
+        "such as a float"
     )
+
+
+@pytest.mark.parametrize("answer", [torch.tensor(0.5), np.float32(0.5), np.array(0.5), 0.5])
+def test_a_schedule_of_ones_own_may_return_a_number_of_torch_or_numpy(answer):
+    schedule = schedule_of(name="python:mine:Schedule")
+    rate = LearningRate(schedule, Duration(10, "ba"), lambda state, ssr=1.0: answer)
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}])
+    state: Any = SimpleNamespace(timestamp=Timestamp(batch=4), optimizers=[optimizer])
+    rate.batch_start(state, None)  # pyright: ignore[reportArgumentType]
+    assert type(optimizer.param_groups[0]["lr"]) is float and optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_a_span_that_needs_an_unknown_length_of_an_epoch_is_refused_in_one_line():
