@@ -157,7 +157,8 @@ def load_train_config(
 
     # Check the keys together.
     check_together(config, layers)
-    notes += find_surprises(config, layers, under_srun=_is_under_srun(environ))
+    has_several_ranks = environ.get("WORLD_SIZE", "1") != "1"
+    notes += find_surprises(config, layers, under_srun=_is_under_srun(environ), has_several_ranks=has_several_ranks)
     return LoadedTrain(config, dry_run=dry_run, notes=notes)
 
 

@@ -31,10 +31,13 @@ Surprise = tuple[str, str]
 """A dotted key, and what is surprising about it: the text that follows the key in the warning."""
 
 
-def find_surprises(config: TrainConfig, layers: Sequence[ConfigLayer], *, under_srun: bool = False) -> list[str]:
+def find_surprises(
+    config: TrainConfig, layers: Sequence[ConfigLayer], *, under_srun: bool = False, has_several_ranks: bool = False
+) -> list[str]:
     """Return a warning for each setting that is allowed but perhaps not meant, with the file that sets it.
 
     `under_srun` says whether SLURM's srun has started the ranks. Other launchers kill their ranks soon after a signal.
+    A warning about a model that is not sharded is only for a launch that `has_several_ranks`.
     """
     surprises = [
         *_find_bare_numbers(config, layers),
@@ -43,11 +46,12 @@ def find_surprises(config: TrainConfig, layers: Sequence[ConfigLayer], *, under_
         *_find_ignored_options(config),
         *_find_small_shuffles(config),
         *_find_needs_of_fsdp(config),
-        *_find_copied_layers(config),
         *_find_evaluations_elsewhere(config),
     ]
     if not under_srun:
         surprises += _find_long_grace(config)
+    if has_several_ranks:
+        surprises += _find_copied_layers(config)
     warnings = [f"{source_of(key, layers)}: {key}{text}" for key, text in surprises]
 
     warnings += note_unused_keys(config, layers)
