@@ -65,6 +65,17 @@ def find_changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> dict
     return changes
 
 
+def find_changes_to_record(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[Change]:
+    """Return the changes that a launch prints and records: those of the rule "logged", and those of own callbacks.
+
+    A callback of the user's own may do anything to the run, so the record says which ones came, went, or got other
+    arguments. It may nevertheless change freely. Both configurations are as `schema.as_dict` returns them.
+    """
+    changes = find_changes(recorded, config)
+    own_callbacks = [change for change in changes["freely"] if change.key.startswith("callbacks.extra.")]
+    return changes["logged"] + own_callbacks
+
+
 def find_model_changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[Change]:
     """Return the changes of the `model` block that may never be made: the same weights would compute something else.
 

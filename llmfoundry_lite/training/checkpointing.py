@@ -23,7 +23,7 @@ from llmfoundry_lite.checkpoint.run_log import FAILED_SAVES, SAVED, UNSAVED_BATC
 from llmfoundry_lite.checkpoint.save import Saved, Saver
 from llmfoundry_lite.checkpoint.start import Start, find_microbatch, open_run_store
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
-from llmfoundry_lite.config.changes import Change, find_changes
+from llmfoundry_lite.config.changes import Change, find_changes_to_record
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.errors import CheckpointError, UserError, printable
 from llmfoundry_lite.ranks.ending import Preempted
@@ -189,7 +189,7 @@ class Checkpointing(Callback):
             manifest = restored.manifest
             logger.log_metrics({"checkpoint/restore_seconds": time.monotonic() - restore_began_at})
             if self.carries_on:
-                self.changes = find_changes(manifest.config or {}, as_dict(self.config))["logged"]
+                self.changes = find_changes_to_record(manifest.config or {}, as_dict(self.config))
             else:
                 restored.notes.extend(describe_model_changes(self.config, manifest))
             action = "carrying on from" if self.carries_on else "starting from the weights of"

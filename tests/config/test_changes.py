@@ -10,6 +10,7 @@ from llmfoundry_lite.config.blocks import find_blocks
 from llmfoundry_lite.config.changes import (
     Change,
     find_changes,
+    find_changes_to_record,
     find_model_changes,
     refuse_changes,
     rule_of,
@@ -230,6 +231,18 @@ def test_what_may_never_change_is_refused_in_one_line_that_says_what_to_do():
         "must resume with the values in its checkpoint: set optimizer.eps=1e-08 seed=17, or begin a new run "
         "with its weights (another run_name, load_path and load_weights_only=true)"
     )
+
+
+def test_arguments_of_ones_own_callbacks_may_change_and_are_recorded():
+    ema = "callbacks.extra.python:mine:Ema"
+    before = resolved('callbacks={"python:mine:Ema": {beta: 0.5, loud: true}, "python:mine:Old": {}}')
+    after = resolved('callbacks={"python:mine:Ema": {beta: 0.3, loud: true}}', 'loggers={"python:mine:Log": {}}')
+    assert [*map(str, find_changes_to_record(before, after))] == [
+        f"{ema}.beta 0.5 -> 0.3",
+        "callbacks.extra.python:mine:Old left out",
+    ]
+    assert "optimizer.lr" in str(find_changes_to_record(before, resolved("optimizer.lr=3")))
+    assert rule_of(f"{ema}.beta") == "freely", "another run's launches need not agree in it"
 
 
 def test_a_change_is_told_without_the_keys_that_were_left_out():

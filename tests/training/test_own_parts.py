@@ -101,12 +101,14 @@ def test_the_page_s_callback_has_the_same_state_on_other_ranks(folder):
     (folder / "averages.py").write_text(code)
     averaged = {**config(folder), "callbacks": {"python:averages:LossAverage": {"beta": 0.5}}}
     run(folder, averaged, "averaged", 2, stop_at="3ba", **SHARDED)
-    run(folder, averaged, "averaged", max_duration="4ba")
+    averaged["callbacks"] = {"python:averages:LossAverage": {"beta": 0.25}}
+    resumed = run(folder, averaged, "averaged", max_duration="4ba")
+    assert "callbacks.extra.python:averages:LossAverage.beta 0.5 -> 0.25" in resumed.output
 
     first, *others = losses(folder, "averaged")
     averages = [first]
-    for loss in others:
-        averages.append(0.5 * averages[-1] + 0.5 * loss)
+    for beta, loss in zip((0.5, 0.5, 0.25), others, strict=True):
+        averages.append(beta * averages[-1] + (1 - beta) * loss)
     assert values(metrics(folder, "averaged"), "loss/average") == averages and len(averages) == 4
 
 
