@@ -406,6 +406,13 @@ class ConfigError(UserError):
     """The YAML files or the `key=value` arguments ask for something impossible."""
 
 
+class OwnCodeError(ConfigError):
+    """The user's own code has raised an error when it was imported, built or restored.
+
+    The error is the `__cause__`, and its traceback is printed before this line. A restart would meet it again.
+    """
+
+
 class DataError(UserError):
     """A data set, a document or a tokenizer is missing, damaged or does not match."""
 

@@ -5,12 +5,14 @@ config.json) names code too, and naming it must not run it. So `import_object` i
 been told to trust by `trust_code`. A place that builds something from a record and forgets to ask runs no code.
 """
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from llmfoundry_lite.errors import ConfigError, find_nearest
+from llmfoundry_lite.errors import ConfigError, OwnCodeError, UserError, find_nearest, one_line
+from llmfoundry_lite.ranks.ending import is_lost_peer
 from llmfoundry_lite.search_path import allow_working_directory_for
 
 PREFIX = "python:"
@@ -42,12 +44,29 @@ def is_trusted(name: str) -> bool:
     return name in _trusted_names
 
 
+@contextlib.contextmanager
+def errors_named(place: str) -> Iterator[None]:
+    """Raise OwnCodeError in place of an error that the user's own code raises in the block.
+
+    `place` names the key and the code, such as `callbacks: python:mine:Beep`. An error that is for the user already is
+    raised as it is, and so is lost contact with another rank, which is no fault of the code.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if is_lost_peer(error):
+            raise
+        raise OwnCodeError(f"{place} raises {type(error).__name__}: {one_line(error)}") from error
+
+
 def import_object(name: str, key: str) -> Any:
     """Import one of the user's own objects, which the key `key` of a configuration names.
 
     `name` has the form `python:package.module:Thing`. Raises ConfigError if nobody has trusted it, if the name has
-    another form, if the module or its attribute is missing, or if it cannot be called. Other errors are those of the
-    user's own module, and keep their traceback.
+    another form, if the module or its attribute is missing, or if it cannot be called, and OwnCodeError for errors that
+    the user's own module raises.
     """
     module_name, _, attribute = name.removeprefix(PREFIX).partition(":")
     if not attribute:
@@ -56,13 +75,14 @@ def import_object(name: str, key: str) -> Any:
         raise ConfigError(f"{key}: {name} is code that is not trusted here, so it is not imported")
 
     allow_working_directory_for(module_name)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        is_missing_itself = f"{module_name}.".startswith(f"{error.name}.")
-        if not is_missing_itself:
-            raise ConfigError(f"{key}: {name}: its module imports another, and fails: {error}") from error
-        raise ConfigError(f"{key}: {name}: {error}; is its folder on PYTHONPATH?") from None
+    with errors_named(f"{key}: {name}: its module"):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            is_missing_itself = f"{module_name}.".startswith(f"{error.name}.")
+            if not is_missing_itself:
+                raise ConfigError(f"{key}: {name}: its module imports another, and fails: {error}") from error
+            raise ConfigError(f"{key}: {name}: {error}; is its folder on PYTHONPATH?") from None
     if not hasattr(module, attribute):
         raise ConfigError(f"{key}: {name}: module {module_name} has no {attribute}")
     own_object = getattr(module, attribute)
@@ -80,7 +100,7 @@ def call_object(name: str, key: str, block: str, kwargs: Mapping[str, Any], /, *
     `mine.callbacks.Beep(every=5)`.
 
     Raises the errors of `import_object`, and ConfigError if the object does not take these keys, or if `kwargs` has one
-    of the `options`. Errors that the object itself raises keep their traceback.
+    of the `options`. Raises OwnCodeError for errors that the object itself raises.
     """
     own_object = import_object(name, key)
     given_twice = [option for option in options if option in kwargs]
@@ -89,7 +109,8 @@ def call_object(name: str, key: str, block: str, kwargs: Mapping[str, Any], /, *
             f"{block}: {', '.join(given_twice)} given, which {name} gets in any case, by other keys; remove it here"
         )
     _check_arguments(own_object, f"{block}: {name}", kwargs, arguments, options)
-    return own_object(*arguments, **options, **kwargs)
+    with errors_named(f"{key}: {name}"):
+        return own_object(*arguments, **options, **kwargs)
 
 
 def _check_arguments(
@@ -98,7 +119,7 @@ def _check_arguments(
     """Raise ConfigError unless an object takes these arguments, by its signature.
 
     `place` begins the message. `kwargs` are the user's arguments, and the others are what every object in this place
-    gets. Nothing is called, so that an error of the user's own code keeps its traceback.
+    gets. Nothing is called, so that a TypeError inside the user's own code is not taken for one of its arguments.
     """
     try:
         signature = inspect.signature(own_object)

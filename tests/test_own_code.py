@@ -1,14 +1,14 @@
-"""Code of the user's own: errors of its name and its keys are one line, and its own errors keep their traceback."""
+"""Code of the user's own: errors of its name and its keys are one line, which its own errors have below a traceback."""
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from llmfoundry_lite import own_code
-from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.own_code import call_object, trust_code
+from llmfoundry_lite.errors import ConfigError, OwnCodeError
+from llmfoundry_lite.own_code import call_object, errors_named, trust_code
+from llmfoundry_lite.ranks.ending import describe_error, exit_code_of
 
 CODE = """
 class Thing:
@@ -77,9 +77,33 @@ def test_a_wrong_name_or_key_is_one_line(thing, kwargs, message):
 
 
 @pytest.mark.parametrize(
-    ("thing", "error_class", "line"), [("mine:Thing", TypeError, 4), ("broken:Thing", AttributeError, 3)]
+    ("thing", "kwargs", "line", "message"),
+    [
+        (
+            "mine:Thing",
+            {"every": None},
+            'mine.py", line 4',
+            "python:mine:Thing raises TypeError: unsupported operand type(s) for +: 'NoneType' and 'int'",
+        ),
+        (
+            "broken:Thing",
+            {},
+            'broken.py", line 3',
+            "python:broken:Thing: its module raises AttributeError: module 'sys' has no attribute 'no_such_thing'",
+        ),
+    ],
 )
-def test_an_error_in_the_code_itself_keeps_its_traceback(thing, error_class, line):
-    with pytest.raises(error_class) as error:
-        call(thing, **({"every": None} if thing == "mine:Thing" else {}))
-    assert error.traceback[-1].lineno + 1 == line and Path(error.traceback[-1].path).stem == thing.partition(":")[0]
+def test_an_error_in_the_code_itself_has_a_traceback_and_names_the_key(thing, kwargs, line, message):
+    with pytest.raises(OwnCodeError) as error:
+        call(thing, **kwargs)
+    first, *frames, _, last = describe_error(error.value).splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert last == f"error: place.name: {message}" and exit_code_of(error.value) == 2
+    assert line in [*filter(lambda text: text.startswith("  File"), frames)][-1]
+
+
+def test_an_error_for_the_user_and_a_lost_rank_are_raised_as_they_are():
+    for error in (ConfigError("beta: 2 given"), RuntimeError("Connection closed by peer"), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as raised, errors_named("callbacks: mine"):
+            raise error
+        assert raised.value is error

@@ -22,10 +22,12 @@ from llmfoundry_lite.errors import (
     EXIT_INTERRUPTED,
     EXIT_UNREAD,
     EXIT_USER,
+    OwnCodeError,
     UserError,
     printable,
 )
 from llmfoundry_lite.ranks.codec import shorten
+from llmfoundry_lite.ranks.ending import describe_error
 from llmfoundry_lite.ranks.output import OutputError, prepare_output, say
 from llmfoundry_lite.release import read_release
 
@@ -113,10 +115,13 @@ def end_by_ctrl_c() -> NoReturn:
 def print_error(error: UserError) -> int:
     """Print an error with its remedy in one line on standard error, and return its exit code.
 
-    Nothing is printed if the error is that the reader of the command's output has left.
+    If the user's own code has caused it, its traceback comes before the line. Nothing is printed if the error is that
+    the reader of the command's output has left.
     """
     if error.exit_code != EXIT_UNREAD:
         text = f"error: {printable(' '.join(str(error).split()))}{error.remedy}"
+        if isinstance(error, OwnCodeError):
+            text = describe_error(error)
         say(text, "ended", {"exit_code": error.exit_code}, file=sys.stderr)
     return error.exit_code
 

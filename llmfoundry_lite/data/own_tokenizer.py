@@ -32,7 +32,7 @@ def build_own_files(name: str, kwargs: Mapping[str, Any]) -> dict[str, bytes]:
     `save_pretrained` writes a tokenizer.json, or a `tokenizers.Tokenizer`.
 
     Raises DataError if the name is not trusted in this process, or for another result, and the errors of `call_object`
-    for code that is missing or takes other arguments. Errors of the code itself keep their traceback.
+    for code that is missing, takes other arguments or fails itself.
     """
     if not is_trusted(name):
         raise DataError(

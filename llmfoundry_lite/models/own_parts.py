@@ -20,7 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from llmfoundry_lite.config.fields import is_number
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.mup import Kind
-from llmfoundry_lite.errors import ConfigError, join_with_or
+from llmfoundry_lite.errors import ConfigError, OwnCodeError, join_with_or
 from llmfoundry_lite.own_code import call_object, import_object
 
 # ---------------------------------------------------------------------------------------------------- the signatures
@@ -82,9 +82,10 @@ def _call(name: str, key: str, block: str, kwargs: Mapping[str, Any], /, *argume
         import_object(name, key)
     try:
         return call_object(name, key, block, kwargs, *arguments, **options)
-    except (RuntimeError, NotImplementedError) as error:
-        if "meta" in str(error):
-            error.add_note(
+    except OwnCodeError as error:
+        cause = error.__cause__
+        if isinstance(cause, RuntimeError) and "meta" in str(cause):  # also NotImplementedError, which is one
+            cause.add_note(
                 f"{key}: {name} is built without memory first, on torch's meta device, where tensors have no values; "
                 "compute with Python's numbers in the constructor, or with tensors in forward"
             )

@@ -27,6 +27,7 @@ from llmfoundry_lite.errors import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     EXIT_USER,
+    OwnCodeError,
     UserError,
     printable,
 )
@@ -276,7 +277,8 @@ def announced_preemption() -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return what a rank prints for an error: one line for a user's error, the traceback for a bug.
+    """Return what a rank prints for an error: one line for a user's error, the traceback for a bug, and both for an
+    error of the user's own code.
 
     The one line begins with "error: ". Names in errors may come from files of anybody, so control characters are
     escaped. A preemption and another rank's failure are not errors of this rank, and have only their own text.
@@ -286,12 +288,20 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, AnotherFailedError):
         return str(error)
     if isinstance(error, UserError):
-        return f"error: {printable(str(error))}{error.remedy}"
+        line = f"error: {printable(str(error))}{error.remedy}"
+        if isinstance(error, OwnCodeError) and error.__cause__ is not None:
+            return f"{_format_traceback(error.__cause__)}\n{line}"
+        return line
     if is_lost_peer(error):
         first_line = printable(str(error).splitlines()[0])
         # Gloo begins with a path of its source code, and ends with general advice and wishes.
         first_line = re.sub(r"^\[[^\]]*\] *", "", first_line)[:MAX_LOST_PEER_CHARACTERS]
         return f"error: {LOST_CONTACT}; its own output has the reason: {describe_output_location()} ({first_line})"
+    return _format_traceback(error)
+
+
+def _format_traceback(error: BaseException) -> str:
+    """Return the traceback of an error as Python prints it, safe to print."""
     return printable("".join(traceback.format_exception(error)).rstrip(), keep="\n\t")
 
 
@@ -521,6 +531,8 @@ def _summarise(text: str) -> str:
     CUDA's errors end with "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
     """
     lines = text.splitlines()
+    if lines and lines[-1].startswith("error: "):  # it follows the traceback of the user's own code
+        lines = lines[-1:]
     tracebacks = [index for index, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]
     if tracebacks:
         lines = lines[tracebacks[-1] + 1 :]

@@ -28,7 +28,7 @@ from llmfoundry_lite.evaluation.tasks import check_task
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.mpt import Block
-from llmfoundry_lite.own_code import PREFIX, call_object, is_own, trust_code
+from llmfoundry_lite.own_code import PREFIX, call_object, errors_named, is_own, trust_code
 from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding_gradient
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
@@ -196,7 +196,8 @@ def build_own_callbacks(config: TrainConfig) -> dict[str, Callback]:
         callbacks[name.removeprefix(PREFIX)] = call_object(name, "callbacks", "callbacks", arguments)
     for key, block in given_blocks(config.blocks).items():
         if block.callback:
-            callbacks[key] = companions.import_address(block.callback)(config)
+            with errors_named(f"{key}: {block.callback}"):
+                callbacks[key] = companions.import_address(block.callback)(config)
 
     for name, callback in callbacks.items():
         if not isinstance(callback, Callback):

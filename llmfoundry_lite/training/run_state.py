@@ -25,6 +25,7 @@ from llmfoundry_lite.config.scalars import FromEnvironment
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.errors import is_secret_name
+from llmfoundry_lite.own_code import errors_named
 from llmfoundry_lite.ranks.codec import encode_value
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.training.adapter import LanguageModel
@@ -105,7 +106,9 @@ class RunState:
         Call it before the first batch. Otherwise the first save would find it, and the batches before it would be lost.
         """
         for name, callback in self.callbacks.items():
-            encode_value(callback.state_dict(), f"scalars.callbacks.{name}")
+            with errors_named(f"callbacks: {name}: state_dict"):
+                callback_state = callback.state_dict()
+            encode_value(callback_state, f"scalars.callbacks.{name}")
 
     def _restore_callbacks(self, saved_states: dict[str, Any]) -> None:
         """Give each callback the state that a checkpoint has of it, and print a note for states that nobody takes.
@@ -118,7 +121,8 @@ class RunState:
             defined_as = f"{type(callback).__module__}:{type(callback).__qualname__}"
             for known_name in (name, defined_as):
                 if known_name in remaining:
-                    callback.load_state_dict(remaining.pop(known_name))
+                    with errors_named(f"callbacks: {name}: load_state_dict"):
+                        callback.load_state_dict(remaining.pop(known_name))
                     break
         if remaining and this_rank().rank == 0:
             print(

@@ -18,7 +18,7 @@ from llmfoundry_lite.convert.tokenizer import find_tokenizer
 from llmfoundry_lite.data import own_tokenizer
 from llmfoundry_lite.data.tokenizer import find_fingerprints, load_configured_tokenizer, load_tokenizer
 from llmfoundry_lite.data.tokenizer_files import is_local_or_cached
-from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.errors import ConfigError, DataError, OwnCodeError
 from tests.helpers.launch import ROOT
 from tests.helpers.tiny import tiny_config, write_config, write_data
 
@@ -116,7 +116,7 @@ def test_mistakes_in_the_name_and_its_arguments_are_a_line():
         load_tokenizer(trusted(f"{HERE}:Thing"))
     with pytest.raises(ConfigError, match=r"^tokenizer: python:.* does not take these keys: .*'length'"):
         load_tokenizer(trusted(WORDS), {"length": 3})
-    with pytest.raises(RuntimeError, match="no such corpus"):
+    with pytest.raises(OwnCodeError, match=r"^tokenizer: python:.*:build_broken raises RuntimeError: no such corpus"):
         load_tokenizer(trusted(f"{HERE}:build_broken"))
 
 

@@ -5,7 +5,6 @@ import math
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import nn
 from llmfoundry_lite import own_code
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNConfig, InitConfig, ModelConfig
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, OwnCodeError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT, Attention, KeyValueCache
@@ -28,6 +27,7 @@ from llmfoundry_lite.models.parameters import parameter_shapes
 from llmfoundry_lite.own_code import call_object, trust_code
 from llmfoundry_lite.parallel.exact import ExactSums
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
+from llmfoundry_lite.ranks.ending import describe_error
 from llmfoundry_lite.training.builders import build_own_schedule
 from llmfoundry_lite.training.model_counts import describe_own_parts, find_flops_per_token
 from tests.helpers.launch import ROOT
@@ -562,10 +562,11 @@ class Scaled(nn.Module):
 
 
 def test_a_constructor_that_reads_a_tensor_says_where_and_why():
-    with pytest.raises(RuntimeError, match="meta") as error:
+    with pytest.raises(OwnCodeError, match=r"^model\.norm_type: .*:ReadsTensor raises RuntimeError: .*meta") as error:
         build(replace(SMALL, norm_type=f"{HERE}:ReadsTensor"))
-    assert any("ReadsTensor is built without memory first" in note for note in error.value.__notes__)
-    assert Path(error.traceback[-1].path).name != "own_parts.py", "the traceback leads to the user's line"
+    printed = describe_error(error.value)
+    assert "ReadsTensor is built without memory first" in printed
+    assert "self.scale = torch.ones(3).sum().item()" in printed, "the traceback leads to the user's line"
 
 
 class ReadsTensor(nn.LayerNorm):
