@@ -103,7 +103,11 @@ COMMANDS = {
 REFUSED = {
     "generate": (("generate", "RUN", "--prompt", "the cat", "--max-new-tokens", "3"), REFUSAL),
     "generate a checkpoint": (("generate", "RUN/checkpoints/ba3", "--prompt", "the cat"), REFUSAL),
-    "export": (("checkpoint", "export", "RUN", "OUT"), REFUSAL),
+    "export": (
+        ("checkpoint", "export", "RUN", "OUT"),
+        r"ba6: model\.norm_type python:evil_part:Norm: no format of transformers has parts that are not of this "
+        r"package, so the model cannot be exported; keep the training checkpoint",
+    ),
     "replay": (("replay", "RUN", "ba3..ba6"), REFUSAL),
     # It has read the configuration, and its table needs what this run's log does not have.
     "bench": (("bench", "scaling", "--runs", "RUN"), "nobody knows how many devices in its batches"),

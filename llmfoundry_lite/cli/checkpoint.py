@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -39,7 +39,7 @@ from llmfoundry_lite.cli.checkpoint_output import (
     show_spinner,
     verify_with_progress,
 )
-from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.errors import CheckpointError, ConfigError, ExportError
 from llmfoundry_lite.ranks.output import ignore_output_errors
 
 checkpoint = typer.Typer(
@@ -277,12 +277,30 @@ def export(
     from llmfoundry_lite.convert.huggingface import export_model
     from llmfoundry_lite.evaluation.models import model_config_of
 
+    _refuse_own_parts(opened.url, config["model"])
     model = model_config_of(opened)
     with tokenizer_folder(opened, tokenizer) as folder:
         note = export_model(load_full_tensors(opened.url), model, out, dtype=dtype, tokenizer_folder=folder)
     print_line(f"exported {opened.url} to {out}" + ("" if folder else ", without a tokenizer"))
     if note is not None:
         print_line(note)
+
+
+def _refuse_own_parts(url: str, recorded_model: Any) -> None:
+    """Raise ExportError if the recorded block `model` names code, since no trust in it would make an export possible.
+
+    Nothing is imported. A block that describes no model is left to `model_config_of`.
+    """
+    from llmfoundry_lite.config.build import build_block
+    from llmfoundry_lite.config.model_schema import ModelConfig
+    from llmfoundry_lite.convert.huggingface import describe_export_problem
+
+    try:
+        model = build_block(ModelConfig, recorded_model, "model")
+    except (ConfigError, ArithmeticError):
+        return
+    if model.own_parts:
+        raise ExportError(f"{url}: {describe_export_problem(model)}")
 
 
 @contextlib.contextmanager

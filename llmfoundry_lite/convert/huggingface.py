@@ -195,10 +195,10 @@ def read_hf_config(folder: Path) -> HFConfig:
 def describe_export_problem(config: ModelConfig) -> str | None:
     """Return why a model cannot be exported, and what to do about it, as the text of an error; None if it can be."""
     if config.own_parts:
-        key, name = next(iter(config.own_parts.items()))
+        parts = ", ".join(f"model.{key} {name}" for key, name in config.own_parts.items())
         return (
-            f"model.{key}: {name} is code of your own, and no format of transformers has it; keep the training "
-            "checkpoint, which holds everything"
+            f"{parts}: no format of transformers has parts that are not of this package, so the model cannot be "
+            "exported; keep the training checkpoint, which holds everything"
         )
     return describe_inexpressible_option(without_multipliers(config), choose_format(config))
 

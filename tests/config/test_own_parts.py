@@ -13,7 +13,7 @@ from llmfoundry_lite.config.data_schema import TextDatasetConfig
 from llmfoundry_lite.config.fields import schema_keys
 from llmfoundry_lite.config.layers import leaf_keys
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.model_schema import RECORDED_IF_GIVEN, ModelConfig, as_record
+from llmfoundry_lite.config.model_schema import RECORDED_IF_GIVEN, FFNConfig, ModelConfig, as_record
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.convert.huggingface import describe_export_problem
 from llmfoundry_lite.errors import ConfigError
@@ -321,9 +321,11 @@ def test_a_tokenizer_gets_its_own_arguments_and_no_others(tmp_path):
 
 
 def test_a_part_cannot_be_exported():
-    assert describe_export_problem(ModelConfig(norm_type="python:mine:Norm")) == (
-        "model.norm_type: python:mine:Norm is code of your own, and no format of transformers has it; keep the "
-        "training checkpoint, which holds everything"
+    own = ModelConfig(norm_type="python:mine:Norm", ffn_config=FFNConfig(ffn_type="python:mine:Ffn"))
+    assert describe_export_problem(own) == (
+        "model.norm_type python:mine:Norm, model.ffn_config.ffn_type python:mine:Ffn: no format of transformers has "
+        "parts that are not of this package, so the model cannot be exported; keep the training checkpoint, which "
+        "holds everything"
     )
 
 
