@@ -1,5 +1,8 @@
 """Blocks that companions bring, without any of ours: a made-up one, and one that is missing."""
 
+import importlib
+import re
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -20,6 +23,7 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training import builders
 from llmfoundry_lite.training.launch_role import LaunchRole, find_role
+from tests.helpers.launch import ROOT
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -180,3 +184,26 @@ def test_only_a_run_s_blocks_are_looked_for_in_companions(monkeypatch, block, ke
     monkeypatch.setattr(companions, "find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=f"{key}: unknown key; "):
         refuse_unknown_keys(block, {key: {}})
+
+
+def test_the_page_s_block_has_the_rules_that_the_page_says(tmp_path, monkeypatch):
+    page = (ROOT / "docs/own-parts.md").read_text()
+    section = page.partition("\nA key is a field with a type")[2]
+    code, *_ = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "page_block.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    schema = importlib.import_module("page_block").LossBudget
+
+    block = build_block(schema, {"patience": 3, "window": {"batches": 20}}, "loss_budget")
+    assert (block.total, block.when_spent, block.patience, block.window.batches) == (100.0, "stop", 3, 20)
+    assert build_block(schema, {}, "loss_budget").window is None
+    for values, message in (
+        ({"window": {"batches": 0}}, "loss_budget.window.batches: 0 given, expected a number above 0"),
+        ({"window": {}}, "loss_budget.window.batches"),
+        ({"share": 1.5}, "loss_budget.share: 1.5 given, expected a number from 0 to 1"),
+        ({"when_spent": "go"}, "loss_budget.when_spent: 'go' is not known"),
+        ({"patience": -1}, "loss_budget.patience: -1 given, expected 0 or more"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            build_block(schema, values, "loss_budget")
+    sys.modules.pop("page_block")
