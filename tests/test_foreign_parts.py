@@ -33,6 +33,11 @@ REFUSAL = (
     r"commands run no such code"
 )
 
+REPLAY_REFUSAL = (
+    r"replay: the run's configuration brings code of its author: model\.norm_type python:evil_part:Norm, "
+    r"optimizer\.name python:evil_part:Sgd; if you trust it, let it run with --trust-code$"
+)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -52,6 +57,7 @@ def folder(tmp_path_factory):
     )
     write_run(folder / "plain", config, (3, 6))
     config["model"]["norm_type"] = NAME
+    config["optimizer"] = {"name": "python:evil_part:Sgd", "lr": 0.1}
     write_run(folder / "run", config, (3, 6), like=folder / "plain")
     (folder / "task.yaml").write_text("label: rhymes\ndataset_uri: rhymes.jsonl\nicl_task_type: language_modeling\n")
     (folder / "rhymes.jsonl").write_text(json.dumps({"context": "the cat", "continuation": " sat"}) + "\n")
@@ -108,7 +114,7 @@ REFUSED = {
         r"ba6: model\.norm_type python:evil_part:Norm: no format of transformers has parts that are not of this "
         r"package, so the model cannot be exported; keep the training checkpoint",
     ),
-    "replay": (("replay", "RUN", "ba3..ba6"), REFUSAL),
+    "replay": (("replay", "RUN", "ba3..ba6"), f"error: {REPLAY_REFUSAL}"),
     # It has read the configuration, and its table needs what this run's log does not have.
     "bench": (("bench", "scaling", "--runs", "RUN"), "nobody knows how many devices in its batches"),
 }
@@ -155,7 +161,8 @@ LIBRARY = {
 def test_the_library_runs_no_code_of_a_checkpoint(folder, marker, call):
     if call == FOLLOW and not is_installed("llmfoundry_studies"):
         pytest.skip("needs the companion llmfoundry_studies")
-    with pytest.raises(DataError, match=REFUSAL):
+    refusal = REPLAY_REFUSAL if call == "plan a replay" else REFUSAL
+    with pytest.raises(UserError, match=refusal):
         LIBRARY[call](folder)
     assert not marker.exists() and "evil_part" not in sys.modules
 

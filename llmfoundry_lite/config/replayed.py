@@ -34,16 +34,33 @@ def select_recorded(config: Mapping[str, Any], given: Collection[str], *, trusts
     # A launch records import paths. A short name that somebody has written into the record names code all the same.
     values, _ = spell_out_names(values)
 
-    code = [*find_code(values)]
-    if code and not trusts_code:
-        alternative = "; or leave the variables out: environment={}" if values.get("environment") else ""
-        raise ConfigError(
-            f"replay: the run's configuration brings code of its author: {', '.join(code)}; if you trust it, let it "
-            f"run with --trust-code{alternative}"
-        )
     if trusts_code:
         values["callbacks"] = {"extra": find_callbacks(config)}
+    else:
+        _refuse_code(values)
     return as_given(refuse_unresolved(values, "replay"))
+
+
+def refuse_code_in_model(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a recorded model has parts that are code. The message names all code of the configuration.
+
+    No key on the command line of a replay can take a part out of the model, unlike the loss, so this is known at once.
+    """
+    model = without(["model.loss_fn", "model.loss_kwargs"], {"model": config.get("model")})
+    if any(find_code(model)):
+        select_recorded(config, [], trusts_code=False)
+
+
+def _refuse_code(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a recorded configuration would run code. The message names all of it."""
+    code = [*find_code(values)]
+    if not code:
+        return
+    alternative = "; or leave the variables out: environment={}" if values.get("environment") else ""
+    raise ConfigError(
+        f"replay: the run's configuration brings code of its author: {', '.join(code)}; if you trust it, let it "
+        f"run with --trust-code{alternative}"
+    )
 
 
 def without(keys: Collection[str], value: Any, path: str = "") -> Any:

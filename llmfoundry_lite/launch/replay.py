@@ -28,7 +28,7 @@ from llmfoundry_lite.config.layers import leaf_keys, read_layers
 from llmfoundry_lite.config.layout import Layout, divisors, find_data_ranks, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.parameter_groups import refuse_slow_expressions
-from llmfoundry_lite.config.replayed import as_given, select_recorded
+from llmfoundry_lite.config.replayed import as_given, refuse_code_in_model, select_recorded
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, with_keys
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.convert.checkpoint_model import read_model
@@ -144,8 +144,8 @@ def plan_replay(
     With `trusts_code`, parts of the run's model may be code that it names. With `uses_recorded_remote`, the run's
     checkpoints may be read from the object store that it recorded.
 
-    Raises ConfigError for states that cannot be replayed, DataError if the log or the configuration lacks something,
-    and CheckpointError.
+    Raises ConfigError for states that cannot be replayed and for a model with code that is not trusted, DataError if
+    the log or the configuration lacks something, and CheckpointError.
     """
     # Choose the first and the last state. By default these are the last two of: the run's start, each save, the end of
     # the log.
@@ -176,6 +176,8 @@ def plan_replay(
     config = later_checkpoints[0].manifest.config if later_checkpoints else run.config
     if not isinstance(config, dict):
         raise DataError(f"{location}: the run's configuration is missing")
+    if not trusts_code:
+        refuse_code_in_model(config)
     start_checkpoints = [] if start is None else [start]
     tokenizer_files: dict[str, bytes] = {}
     if is_own(name_of_tokenizer(config, location)):
