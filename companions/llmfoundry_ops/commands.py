@@ -114,7 +114,9 @@ def init(
     ] = None,
     like: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="Hugging Face model to continue from, as a folder or hf:NAME."),
+        typer.Option(
+            metavar="MODEL", help="Model to continue from, a Hugging Face folder or hf:NAME; or a YAML of LLM Foundry."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -131,7 +133,8 @@ def init(
 
     With --hours, a folder of texts is first prepared as data/NAME. With --like, training continues from a Llama,
     Mistral, Qwen2, Qwen3, GPT-2 or MPT model: its weights become a checkpoint beside the YAML. Prepare the data with
-    `--tokenizer FOLDER` for that.
+    `--tokenizer FOLDER` for that. With --like RUN.yaml, a training YAML of LLM Foundry or of this package becomes one
+    for DATA, and what has to be changed for a launch is listed.
     """
     ignore_output_errors()
     if out is not None and out.suffix not in (".yaml", ".yml"):
@@ -148,21 +151,31 @@ def init(
         is_folder_of_texts = data.is_dir() and not (data / "summary.json").is_file()
         if is_folder_of_texts:
             data = prepare_texts(data)
-        note = write_for_hours(data, hours, path)
+        lines = [f"trains for {write_for_hours(data, hours, path)}"]
         written = str(path)
     elif like is not None:
         if size is not None:
             raise UserError(f"--size: {size} given with --like {like}, which has a size; leave one of them out")
-        from llmfoundry_ops.like import write_like
+        from llmfoundry_lite.config.layers import is_yaml
 
-        path, checkpoint_folder, note = write_like(data, like, out, trust_pickle=trust_pickle)
-        written = f"{checkpoint_folder} and {path}"
+        if is_yaml(like) and not Path(like).is_dir():
+            from llmfoundry_ops.from_yaml import write_from_yaml
+
+            path, lines = write_from_yaml(data, like, out)
+            written = str(path)
+        else:
+            from llmfoundry_ops.like import write_like
+
+            path, checkpoint_folder, note = write_like(data, like, out, trust_pickle=trust_pickle)
+            lines = [f"trains for {note}"]
+            written = f"{checkpoint_folder} and {path}"
     else:
         from llmfoundry_ops.starter import write_starter
 
         size = size or "125m"
         path = out or Path(f"mpt-{size}-{data.resolve().name}.yaml")
-        note = write_starter(data, size, path)
+        lines = [f"trains for {write_starter(data, size, path)}"]
         written = str(path)
-    print(printable(f"trains for {note}"))
+    for line in lines:
+        print(printable(line))
     print(printable(f"wrote {written}; next: llmfoundry-lite train {shlex.quote(str(path))} --dry-run=here"))

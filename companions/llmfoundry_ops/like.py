@@ -55,7 +55,9 @@ def write_like(data: Path, like: str, out: Path | None, *, trust_pickle: bool = 
     is_folder = not like.startswith(HUB) and (Path(like) / "config.json").is_file()
     is_on_hub = like.startswith(HUB) and like != HUB
     if not is_folder and not is_on_hub:
-        raise DataError(f"--like: {like} has no config.json; expected the folder of a Hugging Face model, or hf:NAME")
+        raise DataError(
+            f"--like: {like} has no config.json; expected the folder of a Hugging Face model, hf:NAME, or a .yaml file"
+        )
     check_tokenizer(data, like, facts)
 
     # The folder of an earlier attempt that has published nothing may be there: it has the leases of its saves.

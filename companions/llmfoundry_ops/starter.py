@@ -52,13 +52,33 @@ RATE = """\
   tokens_per_second: {rate}
 """
 TEMPLATE = Path(__file__).with_name("starter.template")
-EVAL_LOADER = """\
+TRAINING_DATA = {
+    "tokenizer": """\
+tokenizer:
+  name: ${variables.data}/tokenizer
+""",
+    "train_loader": """\
+train_loader:
+  name: text
+  dataset:
+    local: ${variables.data}
+    # remote: s3://bucket/data      # shards are downloaded from here into `local`
+    split: train
+    shuffle: true
+    shuffle_seed: ${seed}
+  num_workers: 2
+""",
+}
+"""Key of a block that says where the data is -> its lines."""
+VALIDATION_DATA = """\
 eval_loader:
   name: text
   dataset:
-    local: ${{variables.data}}
+    local: ${variables.data}
     split: val
   num_workers: 2
+"""
+EVALUATIONS = """\
 eval_interval: {eval_interval}ba
 # Number of batches, so that the run's evaluations take about a twentieth of its time; -1 for all.
 eval_subset_num_batches: {subset}
@@ -307,19 +327,17 @@ def fill_template(
     # Save and evaluate NUM_SAVES times, but not more often than every MIN_BATCHES_BETWEEN_SAVES. A shorter run saves
     # once.
     interval = max(num_batches // NUM_SAVES, min(num_batches, MIN_BATCHES_BETWEEN_SAVES))
-    num_devices = count_devices()
-    run_name = re.sub(r"[^\w.-]+", "-", out.stem).strip(".-_") or "run"
     return TEMPLATE.read_text(encoding="utf-8").format(
         title=printable(title),
         data=printable(str(data)),
         data_word=yaml_scalar(str(data)),
-        out=printable(shlex.quote(str(out))),
-        ranks=f" -n {num_devices}" if num_devices > 1 else "",
+        launch=launch_command(out),
         rate=RATE.format(rate=tokens_per_second) if tokens_per_second else "",
-        run_name=yaml_scalar(run_name),
+        run_name=yaml_scalar(default_run_name(out)),
         max_seq_len=facts.max_seq_len,
         model=textwrap.indent(model, "  "),
         load=load,
+        **TRAINING_DATA,
         eval_loader=describe_validation(facts, num_batches, batch_size, interval),
         optimizer=textwrap.indent(optimizer, "  "),
         precision=precision_here(),
@@ -329,6 +347,18 @@ def fill_template(
         save_interval=interval,
         log_interval=max(1, num_batches // NUM_LINES),
     )
+
+
+def launch_command(out: Path) -> str:
+    """Return the command that trains a YAML on all devices of this machine, for a comment."""
+    num_devices = count_devices()
+    ranks = f" -n {num_devices}" if num_devices > 1 else ""
+    return f"llmfoundry-lite train{ranks} {printable(shlex.quote(str(out)))}"
+
+
+def default_run_name(out: Path) -> str:
+    """Return a run's name that is made from the YAML's name and can be the name of a folder."""
+    return re.sub(r"[^\w.-]+", "-", out.stem).strip(".-_") or "run"
 
 
 def describe_validation(facts: Facts, num_batches: int, batch_size: int, interval: int) -> str:
@@ -342,7 +372,7 @@ def describe_validation(facts: Facts, num_batches: int, batch_size: int, interva
     subset = max(1, num_batches * 3 // 400)
     if subset * batch_size >= facts.num_val:
         subset = -1  # all
-    return EVAL_LOADER.format(eval_interval=interval, subset=subset)
+    return VALIDATION_DATA + EVALUATIONS.format(eval_interval=interval, subset=subset)
 
 
 def note_on_validation(facts: Facts) -> str:

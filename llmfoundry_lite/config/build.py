@@ -54,13 +54,18 @@ def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence
         if values.get(name) is not None:
             raise companions.missing(package, f"{source_of(name, layers)}: {name}")
 
+    unknown_keys = [(key, hint) for key, hint in find_unknown_keys(cls, values, path) if key not in missing_companions]
+    refuse_keys(unknown_keys, layers, "unknown key; ", "unknown keys")
+
+
+def find_unknown_keys(cls: type, values: Any, path: str = "") -> list[tuple[str, str]]:
+    """Return the dotted keys in `values`, at any depth, that the schema does not have, each with what may be meant."""
     unknown_keys = []
     for block_class, block_path, name, _ in _walk(cls, values, path):
-        is_null_block_of_companion = block_class is cls and name in missing_companions
-        if name not in keys_of(block_class) and not is_null_block_of_companion:
+        if name not in keys_of(block_class):
             suggestion = _suggest(str(name), block_path, keys_of(block_class))
             unknown_keys.append((join_key(block_path, name), suggestion))
-    refuse_keys(unknown_keys, layers, "unknown key; ", "unknown keys")
+    return unknown_keys
 
 
 def refuse_keys(refused: Sequence[tuple[str, str]], layers: Sequence[ConfigLayer], one: str, several: str) -> None:

@@ -159,6 +159,23 @@ def refuse_left_out_keys(
     `left_out` maps dotted keys to what to use instead, as in `foundry.table`. Keys that are null, or whose value asks
     for what we do anyway (`HARMLESS`), are removed from `values` instead.
     """
+    refuse_keys(
+        find_left_out_keys(values, left_out),
+        layers,
+        one="LLM Foundry's option is left out here; ",
+        several="options of LLM Foundry are left out here",
+    )
+    # LLM Foundry has `auto` for evaluation, too. The key itself is not left out, so it is not in the table.
+    if values.get("device_eval_batch_size") == "auto":
+        key = "device_eval_batch_size"
+        raise ConfigError(f"{source_of(key, layers)}: {key}: auto is for training; give a number of samples")
+
+
+def find_left_out_keys(values: dict[str, Any], left_out: Mapping[str, str] = LEFT_OUT) -> list[tuple[str, str]]:
+    """Return the dotted keys in `values` that are left out here, each with what to use instead.
+
+    Those that `refuse_left_out_keys` accepts are removed from `values`.
+    """
     refused = []
     for pattern, instead in left_out.items():
         for key in _keys_of(pattern, values):
@@ -174,13 +191,4 @@ def refuse_left_out_keys(
                 remove_key(values, key)
             else:
                 refused.append((key, instead))
-    refuse_keys(
-        refused,
-        layers,
-        one="LLM Foundry's option is left out here; ",
-        several="options of LLM Foundry are left out here",
-    )
-    # LLM Foundry has `auto` for evaluation, too. The key itself is not left out, so it is not in the table.
-    if values.get("device_eval_batch_size") == "auto":
-        key = "device_eval_batch_size"
-        raise ConfigError(f"{source_of(key, layers)}: {key}: auto is for training; give a number of samples")
+    return refused

@@ -4,6 +4,7 @@
 schema. No dataclass is built here: `build.py` does that.
 """
 
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,8 +21,8 @@ from llmfoundry_lite.config.layers import (
     naming_source,
     source_of,
 )
-from llmfoundry_lite.config.resolve import merge_and_resolve
-from llmfoundry_lite.config.scalars import read_scalars
+from llmfoundry_lite.config.resolve import merge_and_resolve, resolve_as_written
+from llmfoundry_lite.config.scalars import map_texts, read_scalars
 from llmfoundry_lite.errors import ConfigError, find_nearest
 
 VARIABLES_OF_OURS = ("tokens_per_second",)
@@ -47,14 +48,34 @@ def merge_layers(layers: Sequence[ConfigLayer], block: type) -> dict[str, Any]:
         for later in mappings[index + 1 :]:
             mappings[index] = _without_replaced_collections(mappings[index], later)
 
-    try:
+    with _naming_unresolved(layers):
         resolved = merge_and_resolve(mappings)
+    with naming_source(layers):
+        return read_scalars(block, resolved)
+
+
+def resolve_layer(layer: ConfigLayer, block: type) -> dict[str, Any]:
+    """Return the values of one layer for writing them into another YAML: `${oc.env:…}` stays as it is written.
+
+    References to other keys are resolved, and `???` becomes null. No environment variable is read. `block` is as in
+    `merge_layers`. Raises ConfigError for a reference to a key that does not exist.
+    """
+    without_unfilled = map_texts(layer.values, lambda text: None if text == UNFILLED else text)
+    with _naming_unresolved([layer]):
+        resolved = resolve_as_written(without_unfilled)
+    with naming_source([layer]):
+        return read_scalars(block, resolved)
+
+
+@contextlib.contextmanager
+def _naming_unresolved(layers: Sequence[ConfigLayer]) -> Iterator[None]:
+    """Turn OmegaConf's error about a reference that it could not resolve into a ConfigError that names its key."""
+    try:
+        yield
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or ""
         problem = _describe_unresolved(error, layers)
         raise ConfigError(f"{source_of(key, layers)}: {key or 'configuration'}: {problem}") from None
-    with naming_source(layers):
-        return read_scalars(block, resolved)
 
 
 def _describe_unresolved(error: OmegaConfBaseException, layers: Sequence[ConfigLayer]) -> str:

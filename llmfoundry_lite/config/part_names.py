@@ -36,7 +36,7 @@ def find_names(kind: str) -> dict[str, str]:
     `kind` is one of `companions.PART_KEYS`, but not "readers". A name that this package has, or that is a word of LLM
     Foundry which this package understands, is left out, with a warning.
     """
-    return find_names_beside(kind, _names_of_ours(kind))
+    return find_names_beside(kind, names_of_ours(kind))
 
 
 def find_names_beside(kind: str, names_of_ours: Collection[str]) -> dict[str, str]:
@@ -53,7 +53,7 @@ def find_names_beside(kind: str, names_of_ours: Collection[str]) -> dict[str, st
     return names
 
 
-def _names_of_ours(kind: str) -> set[str]:
+def names_of_ours(kind: str) -> set[str]:
     """Return the names for parts of a kind that this package itself has or understands."""
     names = {*WORDS_OF_FOUNDRY.get(kind, ())}
     if kind in ("callbacks", "loggers"):

@@ -21,6 +21,16 @@ OBJECTS = {"allow_objects": True}
 """OmegaConf's flag for values of classes that it does not know. Scalars of a YAML are our PlainScalar."""
 
 
+def resolve_as_written(values: dict[str, Any]) -> Any:
+    """Resolve the references to other keys in nested dictionaries, and leave `${oc.env:…}` as it is written.
+
+    No environment variable is read. Raises OmegaConfBaseException for a reference to nothing, also if its key has a
+    variable in it.
+    """
+    with _variables_as_written(()):
+        return OmegaConf.to_container(OmegaConf.create(values, flags=OBJECTS), resolve=True)
+
+
 def merge_and_resolve(mappings: Sequence[dict[str, Any]]) -> Any:
     """Merge nested dictionaries, of which later ones override earlier ones, and resolve their references `${…}`.
 

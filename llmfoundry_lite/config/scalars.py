@@ -70,7 +70,7 @@ VARIABLE = re.compile(r"\$\{oc\.env:([^,{}]+)")
 """Pattern of a reference to an environment variable; its group is the variable's name."""
 
 
-def map_texts(values: Any, convert: Callable[[str], str]) -> Any:
+def map_texts(values: Any, convert: Callable[[str], str | None]) -> Any:
     """Return `values` with `convert` applied to every text in dictionaries and lists, and with lists for tuples."""
     if isinstance(values, dict):
         return {key: map_texts(value, convert) for key, value in values.items()}

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from llmfoundry_lite.companions import import_address
 from llmfoundry_lite.config.fields import schema_keys, settings_along
 from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, HARMLESS, LEFT_OUT, WITHOUT_EFFECT
 from llmfoundry_lite.config.load_tasks import TASK_WITHOUT_EFFECT, THEIR_METRICS
@@ -14,6 +15,7 @@ from llmfoundry_lite.training.mirrors import FOUNDRY_NAMES
 from scripts.defaults_llm_foundry import INTENDED
 from tests.helpers.launch import ROOT
 from tests.helpers.markdown import section
+from tests.helpers.present import needs
 
 OF_OTHER_KINDS = [
     key for key in schema_keys(TrainConfig) if settings_along(TrainConfig, key)[-1].instead and "*" not in key
@@ -77,6 +79,13 @@ def test_metrics_have_the_names_of_the_code():
         task_type = TASK_TYPES[kind]
         assert (key.rpartition("/")[2], name.rpartition("/")[2]) == (task_type.metrics[0], task_type.foundry_metric)
         assert key.split("/")[2:-1] == name.split("/")[1:-1] and name.startswith("metrics/")
+
+
+@needs("llmfoundry_ops")
+def test_registries_are_those_of_the_table():
+    table = import_address("llmfoundry_ops.registries:REGISTRIES")
+    shown = [[cell.strip() for cell in row] for row in rows("Registries")]
+    assert shown == [[f"`llmfoundry.{row.name}`", row.here, row.call] for row in table]
 
 
 def test_the_absence_of_fine_tuning_is_said():

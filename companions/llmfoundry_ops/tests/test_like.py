@@ -123,7 +123,7 @@ def test_a_folder_that_does_not_fit_the_data_is_refused_in_a_line(tmp_path, monk
             "long",
             "--like",
             "no",
-        ): "--like: no has no config.json; expected the folder of a Hugging Face model, or hf:NAME",
+        ): "--like: no has no config.json; expected the folder of a Hugging Face model, hf:NAME, or a .yaml file",
         ("long", "--like", "llama", "--size", "125m"): "--size: 125m given with --like llama, which has a size; leave",
     }
     for words, said in refused.items():
@@ -164,7 +164,9 @@ def test_odd_names_and_folders_are_taken_as_they_are_or_refused(tmp_path, monkey
             "small",
         ): "small has embeddings of 256 ids, and its tokenizer has 297; give it more with transformers' resize",
         ("pickled",): "pickled: pytorch_model.bin is a pickle, which can run code when it is read; if you trust where",
-        ("hf:",): "--like: hf: has no config.json; expected the folder of a Hugging Face model, or hf:NAME",
+        (
+            "hf:",
+        ): "--like: hf: has no config.json; expected the folder of a Hugging Face model, hf:NAME, or a .yaml file",
     }.items():
         assert main.run(["init", "data", "--like", *words]) == 2
         assert capsys.readouterr().err.startswith(f"error: {said}")
