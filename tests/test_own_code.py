@@ -57,8 +57,8 @@ def test_it_is_called_with_the_arguments_of_the_place_and_the_keys_of_the_block(
             {"often": 5},
             r"place: python:mine:Thing does not take these keys: .*argument 'often'; it takes every$",
         ),
-        ("mine:Thing", {"evry": 5}, r"unexpected keyword argument 'evry'; did you mean every\? \(it takes every\)$"),
-        ("mine:bare", {"evry": 5}, r"unexpected keyword argument 'evry'; it takes no keys$"),
+        ("mine:Thing", {"evrey": 5}, r"unexpected keyword argument 'evrey'; did you mean every\? \(it takes every\)$"),
+        ("mine:bare", {"evrey": 5}, r"unexpected keyword argument 'evrey'; it takes no keys$"),
         ("mine:Missing", {}, r"place\.name: python:mine:Missing: module mine has no Missing"),
         ("mine:__doc__", {}, r"place\.name: python:mine:__doc__ is a NoneType, expected a class or a function"),
         (
