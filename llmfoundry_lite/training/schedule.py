@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger
@@ -243,7 +243,7 @@ class LearningRate(Callback):
                 self.schedule, self.max_duration, lambda unit: elapsed(state, unit), batches_per_epoch
             )
 
-        multiplier = self.own_schedule(state, 1.0)
+        multiplier: Any = self.own_schedule(state, 1.0)
         if getattr(multiplier, "ndim", None) == 0:  # a number of torch or NumPy
             multiplier = multiplier.item()
         is_factor = isinstance(multiplier, int | float) and math.isfinite(multiplier) and multiplier >= 0
