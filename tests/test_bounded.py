@@ -154,6 +154,7 @@ def test_a_name_that_leads_to_no_file_of_this_user_is_not_opened(tmp_path):
 
 OURS_OR_THE_SYSTEM_S = {
     *("checkpoint/start.py", "cli/listing.py", "config/auto_hardware.py", "config/foundry.py", "devices.py"),
+    "config/part_names.py",
     *("launch/replay.py", "models/products.py", "ranks/identity.py", "ranks/siblings.py", "release.py"),
     *("training/mirrors.py", "launch_replay.py", "training/run_folder.py"),
 }

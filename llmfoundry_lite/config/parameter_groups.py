@@ -179,7 +179,7 @@ def refuse_slow_expressions(
     if not patterns:
         return
     question = json.dumps([patterns, [PREFIX + name for name in names]])
-    command = [sys.executable, "-I", "-S", "-c", SEARCH]
+    command = [sys.executable, "-P", "-I", "-S", "-c", SEARCH]
     try:
         subprocess.run(command, input=question, text=True, check=True, timeout=max_seconds)
     except subprocess.TimeoutExpired:

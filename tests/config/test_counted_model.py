@@ -124,7 +124,8 @@ def test_a_dry_run_counts_the_layer_and_says_so(tmp_path):
     assert "python:alike.parts:Gone (model.norm_type): not counted in parameters, FLOPs and memory, because " in text
 
 
-def test_a_layer_of_known_size_is_copied_to_each_device_without_a_note(tmp_path, write_parts):
+def test_a_layer_of_known_size_is_copied_to_each_device_without_a_note(tmp_path, write_parts, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     words = [write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data"))]
     words += ["model.ffn_config.ffn_type=python:alike.parts:Ffn", "fsdp_config=null"]
     assert not any("is taken to be as large" in str(note) for note in load_train_config(words).notes)

@@ -396,6 +396,7 @@ def test_a_launch_that_is_done_stays_done_though_its_process_lives_on(tmp_path, 
     launch.preemption.listen = lambda: None
     for name, stand_in in {
         "start_launch": lambda config, role: launch.launch,
+        "build_own_tokenizer": lambda config: None,
         "find_start": lambda config, takes_lease: None,
         "build_and_restore": lambda *arguments: (trainer, parts),
         "set_microbatch_size": lambda *arguments: None,
