@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from llmfoundry_lite.config.yaml_text import dump_record
+from llmfoundry_lite.errors import printable
 
 WIDTH = 110
 """Maximum length of a line of a comment."""
@@ -70,7 +71,8 @@ def add_comments(text: str, comments: Sequence[Comment]) -> str:
             for number in range(first, _end_of_value(lines, first)):
                 lines[number] = f"{lines[number][:indent]}# {lines[number][indent:]}"
         prefix = f"{' ' * indent}# "
-        wrapped = textwrap.wrap(comment.text, WIDTH, initial_indent=prefix, subsequent_indent=prefix)
+        # A character that ends a line for YAML would end the comment.
+        wrapped = textwrap.wrap(printable(comment.text), WIDTH, initial_indent=prefix, subsequent_indent=prefix)
         lines[first:first] = wrapped
     return "\n".join(lines) + "\n"
 

@@ -34,7 +34,7 @@ from llmfoundry_lite.config.scalars import map_texts
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.yaml_text import read_yaml
 from llmfoundry_lite.errors import ConfigError, printable
-from llmfoundry_lite.own_code import PREFIX
+from llmfoundry_lite.own_code import PREFIX, is_own
 from llmfoundry_ops.commented_yaml import Comment, path_of, write_commented
 from llmfoundry_ops.registries import RegistryPart, find_parts_from_registries
 from llmfoundry_ops.starter import (
@@ -61,6 +61,8 @@ HEAD = """\
 
 """
 DEFAULT_SEED = keys_of(TrainConfig)["seed"].default
+MAX_DEPTH = 20
+"""Maximum depth of the blocks and lists of another YAML. A run's YAML needs 7."""
 EXAMPLE = f"{PREFIX}package.module:Thing"
 """What to write for a part of a registry."""
 
@@ -95,6 +97,7 @@ def write_from_yaml(data: Path, like: str, out: Path | None) -> tuple[Path, list
     out = out or Path(f"{Path(like).stem}-{data.resolve().name}.yaml")
     facts = check_places(data, out)
     layer = read_layers([like])[0]
+    check_texts(layer.values, like)
     values = resolve_layer(layer, TrainConfig)
     check_is_run(values, like)
     with naming_source([layer]):
@@ -107,6 +110,30 @@ def write_from_yaml(data: Path, like: str, out: Path | None) -> tuple[Path, list
     refusal = find_refusal(text, findings.parts, str(out))
     write_yaml(out, text)
     return out, describe(values, findings, facts, text, refusal)
+
+
+def check_texts(value: Any, like: str, depth: int = 0) -> None:
+    """Raise ConfigError for a YAML that could not be written again line by line, with comments at its keys.
+
+    It may be somebody else's. A key must be found by its dotted name, and a character that ends a line for YAML, but
+    not for Python, could turn a comment into a key.
+    """
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"--like: {like}: blocks lie {depth} deep in each other, expected at most {MAX_DEPTH}")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            is_plain = not isinstance(key, str) or is_own(key) or re.fullmatch(r"[\w /@+:-]{1,100}", key)
+            if not is_plain or not str(key).isprintable():
+                raise ConfigError(
+                    f"--like: {like}: the key {str(key)[:100]!r} cannot be copied, expected letters, digits, _ and -, "
+                    "at most 100 of them; rename it"
+                )
+            check_texts(item, like, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            check_texts(item, like, depth + 1)
+    elif isinstance(value, str) and not value.replace("\n", "").replace("\t", "").isprintable():
+        raise ConfigError(f"--like: {like}: {value[:100]!r} has a control character; remove it")
 
 
 def check_is_run(values: dict[str, Any], like: str) -> None:
@@ -149,7 +176,9 @@ def examine(values: dict[str, Any], layer: ConfigLayer) -> Findings:
     """
     notes = drop_values_without_effect(values, [layer])
     findings = Findings()
-    for part in find_parts_from_registries(values):
+    with naming_source([layer]):
+        parts = find_parts_from_registries(values)
+    for part in parts:
         if part.path[0] in OF_DATA:
             findings.replaced_parts.append(part)
         else:
@@ -267,7 +296,8 @@ def replace_data(values: dict[str, Any], facts: Facts, out: Path, findings: Find
     is_evaluated = facts.num_val or values.get("icl_tasks")
     if not is_evaluated:
         for key in OF_VALIDATION:
-            values.pop(key, None)
+            if values.pop(key, None) is not None:
+                findings.without_effect[key] = "the data has no validation split, and there are no tasks"
 
 
 # --------------------------------------------------------------------------------------------------- the new YAML

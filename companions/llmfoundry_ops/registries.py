@@ -13,6 +13,7 @@ from llmfoundry_lite.config.fields import keys_of, settings_along
 from llmfoundry_lite.config.foundry import LEFT_OUT, WITHOUT_EFFECT
 from llmfoundry_lite.config.part_names import find_names, names_of_ours
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.own_code import is_own
 
 Path = tuple[str | int, ...]
@@ -63,6 +64,8 @@ class RegistryPart:
     """Place of the value that is the name, or of the block whose key is the name."""
     name: str
     registry: Registry
+    is_key: bool
+    """Whether the key of a block is the name, as of a callback."""
 
     @property
     def key(self) -> str:
@@ -79,11 +82,6 @@ class RegistryPart:
     def is_theirs(self) -> bool:
         """Whether the part is LLM Foundry's own, and not one that somebody has registered."""
         return self.name in self.registry.theirs
-
-    @property
-    def is_key(self) -> bool:
-        """Whether the key of a block is the name, as of a callback."""
-        return self.path[-1] == self.name
 
     def __str__(self) -> str:
         """The key with the name, as the YAML has them: `model.norm_type: scalenorm`, `callbacks.weight_watcher`."""
@@ -199,6 +197,8 @@ def find_parts_from_registries(values: dict[str, Any]) -> list[RegistryPart]:
 
     LLM Foundry's own names that `foundry.table` lists are left out, because they have advice of their own there. So are
     tokenizers, whose names cannot be told from those of the Hub.
+
+    Raises ConfigError for a name that depends on the environment, because it could be that of any code.
     """
     found: dict[Path, RegistryPart] = {}
     for registry in REGISTRIES:
@@ -212,9 +212,15 @@ def find_parts_from_registries(values: dict[str, Any]) -> list[RegistryPart]:
             if not registry.is_required:
                 known_names |= {*registry.theirs}
             for path, name in _names_at(values, pattern.split(".")):
+                if "${" in name:
+                    raise ConfigError(
+                        f"{dotted(path)}: {name} given, which depends on the environment, expected the name of a part; "
+                        "write the name itself"
+                    )
                 is_listed = pattern.endswith("*") and dotted(path) in {*LEFT_OUT, *WITHOUT_EFFECT}
                 if name not in known_names and not is_own(name) and not is_listed:
-                    found.setdefault(path, RegistryPart(path=path, name=name, registry=registry))
+                    part = RegistryPart(path=path, name=name, registry=registry, is_key=pattern.endswith("*"))
+                    found.setdefault(path, part)
     return list(found.values())
 
 

@@ -388,3 +388,25 @@ def test_a_yaml_of_foundry_trains_on_prepared_texts(tmp_path, monkeypatch, capsy
     assert "wrote run-data.yaml; next: llmfoundry-lite train run-data.yaml --dry-run=here" in capsys.readouterr().out
     train(["run-data.yaml"], tmp_path).check()
     assert len(values(read_metrics(tmp_path / "runs/run-data"), "loss/train/total")) == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("norm_type", 'x\u2028  loss_fn: python:evil:Boom\u2028  verbose: " #', "has a control character"),
+        ("norm_type", "x\x85  loss_fn: python:evil:Boom", "has a control character"),
+        ("norm_type", "python:${oc.env:NOPE,evil}:Boom", "which depends on the environment"),
+        ("norm_type", '${oc.decode:"python:evil:Boom"}', "which depends on the environment"),
+        ("a.b", 1, "the key 'a.b' cannot be copied"),
+        ("a" * 200, 1, "cannot be copied"),
+        ("x\n  loss_fn", 1, "cannot be copied"),
+        ("deep", json.loads("[" * 30 + "]" * 30), "deep in each other"),
+    ],
+)
+def test_no_comment_becomes_a_key_and_no_name_is_hidden(folder, key, value, problem):
+    theirs = folder / "theirs.yaml"
+    model = {"name": "mpt_causal_lm", "d_model": 64, "n_heads": 4, "n_layers": 2, key: value}
+    theirs.write_text(yaml.safe_dump({"model": model, "train_loader": {"name": "text"}, "max_duration": "1ba"}))
+    with pytest.raises(ConfigError, match=problem):
+        write_from_yaml(Path("data"), str(theirs), folder / "new.yaml")
+    assert not (folder / "new.yaml").exists()
