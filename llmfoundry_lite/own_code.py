@@ -49,14 +49,16 @@ def errors_named(place: str) -> Iterator[None]:
     """Raise OwnCodeError in place of an error that the user's own code raises in the block.
 
     `place` names the key and the code, such as `callbacks: python:mine:Beep`. An error that is for the user already is
-    raised as it is, and so is lost contact with another rank, which is no fault of the code.
+    raised as it is. So are those that are not the code's fault: lost contact with another rank, lack of memory, and
+    errors of files, which may pass.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if is_lost_peer(error):
+        is_out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        if is_lost_peer(error) or is_out_of_memory or isinstance(error, OSError):
             raise
         raise OwnCodeError(f"{place} raises {type(error).__name__}: {one_line(error)}") from error
 

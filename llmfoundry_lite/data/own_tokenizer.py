@@ -15,7 +15,7 @@ import tokenizers
 
 from llmfoundry_lite.data.tokenizer_files import END_OF_TEXT, TOKENIZER_FILE, read_folder
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.own_code import call_object, is_trusted
+from llmfoundry_lite.own_code import call_object, errors_named, is_trusted
 
 HOW_TO_HAVE_FILES = (
     "return a tokenizers.Tokenizer, or a PreTrainedTokenizerFast of transformers around one (tokenizer_object=…)"
@@ -65,7 +65,8 @@ def _save(built: Any, name: str, folder: Path) -> None:
         raise DataError(
             f"tokenizer {name} returns a {type(built).__name__}, which is no tokenizer; {HOW_TO_HAVE_FILES}"
         )
-    built.save_pretrained(os.fspath(folder))
+    with errors_named(f"tokenizer.name: {name}: save_pretrained"):
+        built.save_pretrained(os.fspath(folder))
     if not (folder / TOKENIZER_FILE).is_file():
         raise DataError(
             f"tokenizer {name} returns a {type(built).__name__}, whose save_pretrained writes no {TOKENIZER_FILE}, as "

@@ -228,7 +228,15 @@ class LearningRate(Callback):
         for group in groups:
             initial_lr = group.setdefault("initial_lr", group["lr"])
             group["lr"] = initial_lr * multiplier
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Log the learning rates of the groups, with the number of the batch that has been trained.
+
+        Composer logs at `batch_start` with the number before it, and some loggers drop a step that is less than the
+        last one. So nothing is logged with the new number before the loss is.
+        """
         if self.logs_groups:
+            groups = state.optimizers[0].param_groups
             rates = {f"lr/group{index}": groups[index]["lr"] for index in range(1, len(groups))}
             logger.log_metrics(rates, step=int(state.timestamp.batch) + 1)
 

@@ -21,11 +21,16 @@ from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start, ope
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.changes import Change, find_model_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
-from llmfoundry_lite.data.tokenizer import find_fingerprints
-from llmfoundry_lite.errors import CheckpointError, printable
+from llmfoundry_lite.data.tokenizer import find_fingerprints, load_configured_tokenizer
+from llmfoundry_lite.errors import CheckpointError, DataError, printable
 from llmfoundry_lite.own_code import is_own, trust_code
 from llmfoundry_lite.preflight import check_own_tokenizer
-from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks, user_errors_on_all_ranks
+from llmfoundry_lite.ranks.exchange import (
+    all_gather_json,
+    broadcast_json,
+    raising_on_all_ranks,
+    user_errors_on_all_ranks,
+)
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.run_state import build_segment, find_differences
 from llmfoundry_lite.training.second_place import describe_missing_save
@@ -43,6 +48,12 @@ def build_own_tokenizer(config: TrainConfig) -> None:
     trust_code([name])  # the configuration of a launch is its user's
     with user_errors_on_all_ranks():
         notes = check_own_tokenizer(config)
+    fingerprints = all_gather_json(load_configured_tokenizer(config.tokenizer).fingerprint)
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            raise DataError(
+                f"tokenizer {name} is another on rank {rank} than on rank 0; let its code build the same on each"
+            )
     if dist.get_rank() == 0:
         for note in notes:
             print(printable(note), flush=True)
