@@ -64,12 +64,12 @@ DEFAULT_SEED = keys_of(TrainConfig)["seed"].default
 MAX_DEPTH = 20
 """Maximum depth of the blocks and lists of another YAML. A run's YAML needs 7."""
 EXAMPLE = f"{PREFIX}package.module:Thing"
-"""What to write for a part of a registry."""
+"""Form of the line that names a part of a registry."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Findings:
-    """What of a YAML is not taken over as it is."""
+    """Parts and keys of a YAML that are not copied as they are."""
 
     parts: list[RegistryPart] = field(default_factory=list)
     """Names from registries."""

@@ -45,11 +45,11 @@ from llmfoundry_ops.runs import LiveRun
 LOOK_SECONDS = 1.0
 """Time between two looks at the run folder."""
 LAST_WORDS_SECONDS = 15.0
-"""How long rank 0 may live on after its launcher. Ranks of `train -n` notice within seconds that it is gone."""
+"""Seconds that rank 0 may live on after its launcher. Ranks of `train -n` notice within seconds that it is gone."""
 MAX_HISTORY_BYTES = 1 << 20
 """Bytes at the end of an existing log that are read for the losses before this launch: some thousand batches."""
 FALLBACK_SECONDS = 120.0
-"""How long a run with `save_fallback` may have one failed save before that is told. The next save goes to the second
+"""Seconds that a run with `save_fallback` may have one failed save before that is told. The next save goes to the second
 place, a minute later at most."""
 TOLD_LATE = "the launch before ended, and the process that tells it was ended with it"
 """Reason of a message that a later launch sends, if the launch before left none."""
@@ -120,7 +120,7 @@ class LaunchObserver:
         self._last_line: dict[str, Any] | None = None
         """The newest line of launches.jsonl by this launch."""
         self._num_begun = 0
-        """How often ranks of this launch have begun to train."""
+        """Number of times that ranks of this launch have begun to train."""
         self._first_batch = 0
         """Batches that were trained when they began first."""
         self._process: dict[str, Any] | None = None
@@ -142,7 +142,7 @@ class LaunchObserver:
         self._is_idle = False
         """It was told that there is no progress."""
         self._failing_since: float | None = None
-        """When saves began to fail, if the last one has failed."""
+        """Time at which saves began to fail, if the last one has failed."""
         self._times_of_saves: dict[str, float | None] = {}
         """Name of the newest checkpoint -> when it was published; None if that is not known."""
         self._note_save(self._status_before)
@@ -194,7 +194,7 @@ class LaunchObserver:
 
     @property
     def saved_at(self) -> float | None:
-        """When the newest checkpoint was published, in seconds since 1970; None if that is unknown."""
+        """Time of the newest checkpoint's publication, in seconds since 1970; None if that is unknown."""
         self._note_save(self.status)
         return self._times_of_saves.get(str(self.status.get("last_saved")))
 
@@ -278,7 +278,7 @@ class LaunchObserver:
 
     @property
     def _step_if_killed(self) -> str | None:
-        """What to do if the last end of ranks was that one was killed by the system; None if it was not."""
+        """Advice if the last end of ranks was that one was killed by the system; None if it was not."""
         was_killed = self._launcher_reason is not None and self._was_killed
         return KILLED_STEP if was_killed else None
 

@@ -30,7 +30,7 @@ class Registry:
     """Dotted keys of a YAML whose value names a part. `*` stands for any key. If it is at the end, the keys of the
     block are the names. Empty if no key names one, or `companions.PART_KEYS` has them."""
     here: str = "nothing"
-    """What names such a part here, in Markdown; "nothing" if nothing does."""
+    """The key that names such a part here, in Markdown; "nothing" if no key does."""
     call: str
     """Whether a class or function that was written for the registry works unchanged, and what to adapt or use
     instead."""
