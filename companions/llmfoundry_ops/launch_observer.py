@@ -49,8 +49,8 @@ LAST_WORDS_SECONDS = 15.0
 MAX_HISTORY_BYTES = 1 << 20
 """Bytes at the end of an existing log that are read for the losses before this launch: some thousand batches."""
 FALLBACK_SECONDS = 120.0
-"""Seconds that a run with `save_fallback` may have one failed save before that is told. The next save goes to the second
-place, a minute later at most."""
+"""Seconds that a run with `save_fallback` may have one failed save before that is told. The next save goes to the
+second place, a minute later at most."""
 TOLD_LATE = "the launch before ended, and the process that tells it was ended with it"
 """Reason of a message that a later launch sends, if the launch before left none."""
 END_EVENTS = {"done": "ended", "stopped": "ended", "preempted": "preempted"}
